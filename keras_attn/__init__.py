@@ -1,0 +1,8 @@
+"""Attention mechanisms as Keras 3 layers, on TensorFlow, JAX and PyTorch."""
+
+from keras_attn import layers
+from keras_attn import models
+from keras_attn import ops
+
+__version__ = "0.1.0"
+__all__ = ["layers", "models", "ops"]

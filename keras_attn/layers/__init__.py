@@ -1,0 +1,3 @@
+"""Attention mechanisms as Keras layers."""
+
+__all__ = []

@@ -1,0 +1,3 @@
+"""Whole models of the papers."""
+
+__all__ = []
