@@ -1,3 +1,9 @@
 """Attention mechanisms as Keras layers."""
 
-__all__ = []
+from keras_attn.layers.attention_layer import AttentionLayer
+from keras_attn.layers.multi_head_attention import MultiHeadAttention
+
+__all__ = [
+    "AttentionLayer",
+    "MultiHeadAttention",
+]

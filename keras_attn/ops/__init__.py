@@ -9,6 +9,22 @@ lower case, are spelled with the letters of `keras.ops.dot_product_attention`:
     S  key and value positions      V  size of a value head
     F  features of a layer's input  C  blocks
     D  dilation                     W  positions in a block
+
+What a masked position holds must be finite. The layers see to that.
 """
 
-__all__ = []
+from keras_attn.ops.dot_product import dot_product_attention
+from keras_attn.ops.key_value_cache import key_value_cache
+from keras_attn.ops.key_value_cache import key_value_cache_mask
+from keras_attn.ops.key_value_cache import update_key_value_cache
+from keras_attn.ops.masks import dense_mask
+from keras_attn.ops.masks import masked_softmax
+
+__all__ = [
+    "dense_mask",
+    "dot_product_attention",
+    "key_value_cache",
+    "key_value_cache_mask",
+    "masked_softmax",
+    "update_key_value_cache",
+]
