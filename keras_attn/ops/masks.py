@@ -52,13 +52,18 @@ def masked_softmax(scores, mask=None):
     dtype = keras.backend.standardize_dtype(scores.dtype)
     scores = at_least_float32(scores)
     if mask is None:
-        return ops.cast(ops.softmax(scores, axis=-1), dtype)
+        return ops.cast(_softmax(scores), dtype)
     # a finite constant, since an empty row of -inf would pass through NaN
-    weights = ops.softmax(
-        ops.where(mask, scores, ops.cast(-1e9, scores.dtype)), axis=-1
-    )
+    lowest = ops.cast(-1e9, scores.dtype)
+    weights = _softmax(ops.where(mask, scores, lowest))
     weights = ops.where(mask, weights, ops.zeros_like(weights))
     return ops.cast(weights, dtype)
+
+
+def _softmax(scores):
+    if scores.shape[-1] == 1:
+        return ops.exp(scores - scores)  # Keras warns of an axis of size 1
+    return ops.softmax(scores, axis=-1)
 
 
 def at_least_float32(x):

@@ -1,0 +1,43 @@
+"""One line per layer; `test_behaviour.py` runs every test on every line."""
+
+import dataclasses
+import inspect
+
+from keras_attn import layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer and the arguments to try it with.
+
+    `cross` tells whether query and value may differ in length, and `idle`
+    names weights that one step of training need not move.
+    """
+
+    cls: type
+    kwargs: dict = dataclasses.field(default_factory=dict)
+    cross: bool = True
+    idle: tuple = ()
+
+    def __str__(self):
+        values = (f"{k}={v}" for k, v in self.kwargs.items())
+        return f"{self.cls.__name__}({','.join(values)})"
+
+    def layer(self, **kwargs):
+        return self.cls(**{**self.arguments, **kwargs})
+
+    @property
+    def arguments(self):
+        return {"num_heads": 3, "key_dim": 5, **self.kwargs}
+
+    @property
+    def options(self):
+        """Names of the options that `attend()` supports."""
+        return set(inspect.signature(self.cls.attend).parameters)
+
+
+CASES = [
+    # a key bias shifts all scores of a query alike, and so has no effect
+    Case(layers.MultiHeadAttention, idle=("key/bias",)),
+    Case(layers.MultiHeadAttention, {"value_dim": 7}, idle=("key/bias",)),
+]
