@@ -310,7 +310,16 @@ class AttentionLayer(keras.layers.Layer):
             )
         )
 
-    def _check_call(self, query, value, key, mask=None, **options):
+    def _check_call(
+        self,
+        query,
+        value,
+        key,
+        mask=None,
+        return_attention_scores=False,
+        use_causal_mask=False,
+        **options,
+    ):
         """Raises for what cannot be honoured; returns the options in use."""
         name = type(self).__name__
         if mask is not None and value is not None:
@@ -323,11 +332,11 @@ class AttentionLayer(keras.layers.Layer):
                 f"`{name}` has no keys of its own. Leave out the argument "
                 f"`key`. Received: key={key}"
             )
-        options = {
-            option: value
-            for option, value in options.items()
-            if value is not None and value is not False
-        }
+        options = {k: v for k, v in options.items() if v is not None}
+        if return_attention_scores:
+            options["return_attention_scores"] = True
+        if use_causal_mask:
+            options["use_causal_mask"] = True
         for option in options:
             if option not in self._options:
                 raise ValueError(

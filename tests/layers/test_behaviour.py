@@ -183,7 +183,7 @@ def test_initializers_and_regularizers_reach_the_weights(case):
 @pytest.mark.parametrize("name", ["num_heads", "key_dim", "value_dim"])
 @pytest.mark.parametrize("bad", [0, -1, 2.0, True])
 def test_sizes_must_be_positive_integers(case, name, bad):
-    message = f"{case.cls.__name__}.*`{name}`.*{name}={bad}"
+    message = f"`{name}` of `{case.cls.__name__}`.*integer.*{name}={bad}"
     with pytest.raises(ValueError, match=message):
         case.layer(**{name: bad})
 
@@ -191,7 +191,9 @@ def test_sizes_must_be_positive_integers(case, name, bad):
 @every_layer
 @pytest.mark.parametrize("bad", [-0.1, 1.0, "0.5"])
 def test_dropout_must_be_a_rate(case, bad):
-    with pytest.raises(ValueError, match=f"{case.cls.__name__}.*dropout={bad}"):
+    with pytest.raises(
+        ValueError, match=f"{case.cls.__name__}.*dropout={bad!r}"
+    ):
         case.layer(dropout=bad)
 
 
