@@ -71,6 +71,12 @@ def _fused_attention(
     query, key, value, padding_mask, attention_mask, use_causal_mask
 ):
     """Runs the kernel of the backend, which does not know empty rows."""
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    if dtype == "float16":
+        # TensorFlow's scores would overflow, JAX does not compile it on CPU
+        query, key, value = (
+            ops.cast(x, "float32") for x in (query, key, value)
+        )
     is_causal, mask = False, None
     if padding_mask is None and attention_mask is None and use_causal_mask:
         check_equal_lengths("`use_causal_mask`", query, key)
@@ -80,14 +86,9 @@ def _fused_attention(
             query, key, padding_mask, attention_mask, use_causal_mask
         )
     heads = ops.dot_product_attention(
-        # scaled beforehand, for TensorFlow scales float16 scores too late
-        query / math.sqrt(query.shape[-1]),
-        key,
-        value,
-        mask=mask,
-        is_causal=is_causal,
-        scale=1.0,
+        query, key, value, mask=mask, is_causal=is_causal
     )
+    heads = ops.cast(heads, dtype)
     if mask is None:
         return heads
     visible = ops.moveaxis(ops.any(mask, axis=-1), 1, 2)[..., None]

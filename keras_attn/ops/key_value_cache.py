@@ -105,6 +105,6 @@ def key_value_cache_mask(cache, chunk_length):
 def _concrete_integer(x):
     """The value of a scalar tensor, or `None` while a compiler traces it."""
     try:
-        return int(x)
+        return ops.convert_to_numpy(x).item()
     except Exception:  # each backend has an error of its own
         return None

@@ -715,9 +715,13 @@ def test_inference_is_deterministic(case):
 @every_layer
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_half_precision(case, policy):
-    layer, x = case.layer(dtype=policy), sequence()
-    mask = np.arange(LENGTH) < [[LENGTH], [0]]
-    output = layer(x, mask=mask)
+    layer, x = case.layer(dtype=policy), ops.convert_to_tensor(sequence())
+    mask = ops.convert_to_tensor(np.arange(LENGTH) < [[LENGTH], [0]])
+    layer.build(x.shape)
+    output = compiled(lambda x, mask: layer(x, mask=mask))(x, mask)
+    close(
+        *(ops.cast(y, "float32") for y in (output, layer(x, mask=mask))), 0.02
+    )
     dtype = keras.backend.standardize_dtype(output.dtype)
     assert dtype == layer.compute_dtype
     for weight in layer.weights:
