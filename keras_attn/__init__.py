@@ -3,6 +3,7 @@
 from keras_attn import layers
 from keras_attn import models
 from keras_attn import ops
+from keras_attn.layers import *  # noqa: F403
 
 __version__ = "0.1.0"
-__all__ = ["layers", "models", "ops"]
+__all__ = ["layers", "models", "ops", *layers.__all__]

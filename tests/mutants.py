@@ -1,0 +1,269 @@
+"""Breaks the package on purpose, and tells which faults the suite misses.
+
+    python -m tests.mutants             # every mutant, on the current backend
+    python -m tests.mutants attention   # those whose file or text has a word
+
+A mutant is one line that is changed in a copy of the package. The suite kills
+it if some test fails. A mutant that survives calls for a test.
+"""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# the file, the text that is changed, what it becomes, the tests to run
+MUTANTS = [
+    # masks and softmax
+    (
+        "ops/masks.py",
+        "rows[:, None] >= columns",
+        "rows[:, None] > columns",
+        "ops",
+    ),
+    (
+        "ops/masks.py",
+        "rows[:, None] >= columns",
+        "rows[:, None] + 1 >= columns",
+        "ops",
+    ),
+    (
+        "ops/masks.py",
+        "if padding_mask is not None:",
+        "if False:",
+        "ops",
+    ),
+    (
+        "ops/masks.py",
+        "weights = ops.where(mask, weights, ops.zeros_like(weights))",
+        "",
+        "ops",
+    ),
+    (
+        "ops/masks.py",
+        "scores = at_least_float32(scores)",
+        "",
+        "ops",
+    ),
+    (
+        "ops/masks.py",
+        "if scores.shape[-1] == 1:",
+        "if False:",
+        "ops",
+    ),
+    # dot-product attention
+    (
+        "ops/dot_product.py",
+        "/ math.sqrt(query.shape[-1])",
+        "/ query.shape[-1]",
+        "ops",
+    ),
+    (
+        "ops/dot_product.py",
+        "dropout is None\n        and not",
+        "True\n        and not",
+        "ops",
+    ),
+    (
+        "ops/dot_product.py",
+        'dtype == "float16"',
+        "False",
+        "ops",
+    ),
+    (
+        "ops/dot_product.py",
+        "return ops.where(visible, heads, ops.zeros_like(heads))",
+        "return heads",
+        "ops",
+    ),
+    (
+        "ops/dot_product.py",
+        'keras.backend.standardize_dtype(query.dtype) != "float64"',
+        "True",
+        "ops",
+    ),
+    # the cache
+    (
+        "ops/key_value_cache.py",
+        "offset < chunk_length",
+        "offset <= chunk_length",
+        "ops layers",
+    ),
+    (
+        "ops/key_value_cache.py",
+        'columns <= cache["length"] - chunk_length + rows',
+        'columns < cache["length"] - chunk_length + rows',
+        "ops",
+    ),
+    (
+        "ops/key_value_cache.py",
+        "written + chunk_length > max_length",
+        "written > max_length",
+        "ops",
+    ),
+    # the base class
+    (
+        "layers/attention_layer.py",
+        "dense.supports_masking = True  # it is position-wise",
+        "",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "kernel_initializer=clone_initializer(self.kernel_initializer)",
+        "kernel_initializer=self.kernel_initializer",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        '            "seed": self.seed,\n',
+        "",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "            dtype=self.dtype_policy,\n            **kwargs,",
+        "            **kwargs,",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "            mask=mask,\n            query_mask=query_mask,",
+        "            query_mask=query_mask,",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "            key_mask=key_mask,\n            attached_mask",
+        "            attached_mask",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "attached_mask=self.attached_mask(query)",
+        "attached_mask=None",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "attached_mask = self.attached_mask(value)",
+        "attached_mask = None",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "if self.dropout and training:",
+        "if self.dropout:",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "if self.dropout and training:",
+        "if False:",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "dropout, seed=seed, dtype",
+        "dropout, dtype",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "query = _zero_padding(query, query_mask)",
+        "",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "key = _zero_padding(key, seen_mask)",
+        "",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "value = _zero_padding(value, seen_mask)",
+        "",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "seen_mask = _merge(padding_mask, _is_seen(attention_mask))",
+        "pass",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "heads = _zero_padding(heads, query_mask)",
+        "",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "super().__init__(autocast=False, **kwargs)",
+        "super().__init__(**kwargs)",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "activity_regularizer=self.output_regularizer,",
+        "",
+        "layers",
+    ),
+    (
+        "layers/attention_layer.py",
+        "if keras.backend.is_float_dtype(mask.dtype):",
+        "if False:",
+        "layers",
+    ),
+    (
+        "layers/multi_head_attention.py",
+        "use_causal_mask=use_causal_mask and state is None",
+        "use_causal_mask=False",
+        "layers",
+    ),
+    (
+        "layers/multi_head_attention.py",
+        "            dropout=dropout,\n",
+        "",
+        "layers",
+    ),
+]
+
+
+def main(words):
+    survivors = []
+    chosen = [m for m in MUTANTS if all(w in " ".join(m[:3]) for w in words)]
+    for i, (file, old, new, folders) in enumerate(chosen, start=1):
+        killed = run(file, old, new, folders.split())
+        if not killed:
+            survivors.append((file, old, new))
+        outcome = "killed" if killed else "SURVIVED"
+        print(f"{i}/{len(chosen)} {outcome}: {file}: {old!r} -> {new!r}")
+    print(f"{len(survivors)} of {len(chosen)} mutants survive")
+    sys.exit(bool(survivors))
+
+
+def run(file, old, new, folders):
+    """Runs the suite on a mutant; returns whether a test has failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        for name in ("keras_attn", "tests"):
+            shutil.copytree(ROOT / name, folder / name)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        path = folder / "keras_attn" / file
+        text = path.read_text()
+        if old not in text:
+            sys.exit(f"{file} has no {old!r}")
+        path.write_text(text.replace(old, new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0"]
+        command += [f"tests/{name}" for name in folders]
+        result = subprocess.run(command, cwd=folder, capture_output=True)
+        return result.returncode == 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
