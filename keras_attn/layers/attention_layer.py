@@ -415,8 +415,12 @@ class AttentionLayer(keras.layers.Layer):
             )
         return ops.cast(mask, "bool")
 
-    def attention_scores_shape(self, query_shape, value_shape):
-        """Shape of the scores that the layer returns on request."""
+    def attention_scores_shape(self, query_shape, value_shape, state=None):
+        """Shape of the scores that the layer returns on request.
+
+        A layer whose streaming scores reach back overrides it to add the
+        positions that its `state` holds.
+        """
         return (query_shape[0], self.num_heads, query_shape[1], value_shape[1])
 
     def compute_output_shape(
@@ -448,7 +452,10 @@ class AttentionLayer(keras.layers.Layer):
             )
         ]
         if "return_attention_scores" in options:
-            shape = self.attention_scores_shape(query.shape, value.shape)
+            shapes = (query.shape, value.shape)
+            if "state" in options:
+                shapes = (*shapes, options["state"])
+            shape = self.attention_scores_shape(*shapes)
             outputs.append(keras.KerasTensor(shape, dtype=self.compute_dtype))
         if "state" in options:
             outputs.append(

@@ -226,7 +226,7 @@ def test_symbolic_and_real_outputs_agree(case):
     for option in options:
         layer = case.layer(output_shape=7)
         if "state" in option:
-            state = layer.initial_state(2, max_length=LENGTH)
+            state = layer.initial_state(2, max_length=LENGTH + 2)
             symbolic_state = keras.tree.map_structure(
                 lambda x: keras.KerasTensor(x.shape, x.dtype), state
             )
