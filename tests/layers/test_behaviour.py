@@ -377,6 +377,23 @@ def test_padding_is_invisible(case):
 
 
 @every_layer
+def test_attached_masks_reach_a_saved_model(case, tmp_path):
+    tokens = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(9, FEATURES, mask_zero=True)(tokens)
+    model = keras.Model(tokens, case.layer()(x))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    ids = np.array([[5, 3, 8, 1, 0, 0, 0]])
+    expected = model.predict(ids[:, :4], verbose=0)
+    for embedding in (model.layers[1], loaded.layers[1]):
+        table = to_numpy(embedding.embeddings.value)
+        table[0] = 1e3  # of the tokens that are padding
+        embedding.set_weights([table])
+    for m in (model, loaded):
+        close(m.predict(ids, verbose=0)[:, :4], expected)
+
+
+@every_layer
 def test_padding_on_the_left_is_invisible(case):
     layer, x = case.layer(), sequence()
     mask = np.arange(LENGTH) >= [[0], [4]]
