@@ -19,6 +19,7 @@ from keras_attn.ops.key_value_cache import key_value_cache_mask
 from keras_attn.ops.key_value_cache import update_key_value_cache
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
+from keras_attn.ops.sliding_window import sliding_window_attention
 
 __all__ = [
     "dense_mask",
@@ -26,5 +27,6 @@ __all__ = [
     "key_value_cache",
     "key_value_cache_mask",
     "masked_softmax",
+    "sliding_window_attention",
     "update_key_value_cache",
 ]

@@ -40,4 +40,16 @@ CASES = [
     # a key bias shifts all scores of a query alike, and so has no effect
     Case(layers.MultiHeadAttention, idle=("key/bias",)),
     Case(layers.MultiHeadAttention, {"value_dim": 7}, idle=("key/bias",)),
+    Case(
+        layers.SlidingWindowAttention,
+        {"window_size": 4},
+        cross=False,
+        idle=("key/bias",),
+    ),
+    Case(
+        layers.SlidingWindowAttention,
+        {"window_size": (3, 1), "dilation_rate": (1, 2, 1), "value_dim": 7},
+        cross=False,
+        idle=("key/bias",),
+    ),
 ]
