@@ -1,4 +1,6 @@
-"""Small helpers shared by the layers."""
+"""Small helpers shared by layers and ops."""
+
+from keras import ops
 
 
 def check_positive_integers(owner, **arguments):
@@ -34,3 +36,11 @@ def invalid(owner, name, value, wanted):
 def clone_initializer(initializer):
     """Copies an initializer, because one instance always draws one value."""
     return initializer.__class__.from_config(initializer.get_config())
+
+
+def concrete_integer(x):
+    """The value of a scalar tensor, or `None` while a compiler traces it."""
+    try:
+        return ops.convert_to_numpy(x).item()
+    except Exception:  # each backend has an error of its own
+        return None

@@ -2,6 +2,8 @@
 
 from keras import ops
 
+from keras_attn.utils import concrete_integer
+
 
 def key_value_cache(batch_size, max_length, dtype, **shapes):
     """Creates an empty cache, the streaming state of many mechanisms.
@@ -50,7 +52,7 @@ def update_key_value_cache(cache, padding_mask=None, **chunks):
     chunk_length = ops.shape(chunk)[1]
     if padding_mask is None:
         padding_mask = ops.ones(ops.shape(chunk)[:2], dtype="bool")
-    written = _concrete_integer(length)
+    written = concrete_integer(length)
     if written is not None and written + chunk_length > max_length:
         raise ValueError(
             f"The streaming state holds {max_length} positions, of which "
@@ -100,11 +102,3 @@ def key_value_cache_mask(cache, chunk_length):
     rows = ops.arange(chunk_length, dtype="int32")[:, None]
     columns = ops.arange(cache["padding_mask"].shape[1], dtype="int32")
     return (columns <= cache["length"] - chunk_length + rows)[None]
-
-
-def _concrete_integer(x):
-    """The value of a scalar tensor, or `None` while a compiler traces it."""
-    try:
-        return ops.convert_to_numpy(x).item()
-    except Exception:  # each backend has an error of its own
-        return None
