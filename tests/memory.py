@@ -44,7 +44,7 @@ def largest_array(fn, *arrays):
 
         graph = tf.function(fn).get_concrete_function(*tensors).graph
         return max(
-            output.shape.num_elements()
+            output.shape.num_elements() or 0  # `None` if only a run tells
             for operation in graph.get_operations()
             for output in operation.outputs
             if output.dtype != tf.resource and output.dtype != tf.variant

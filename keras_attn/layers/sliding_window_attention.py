@@ -6,6 +6,7 @@ from keras import ops
 from keras_attn.layers.attention_layer import AttentionLayer
 from keras_attn.ops import sliding_window_attention
 from keras_attn.utils import check_positive_integers
+from keras_attn.utils import invalid
 
 
 @keras.saving.register_keras_serializable(package="keras_attn")
@@ -139,38 +140,36 @@ class SlidingWindowAttention(AttentionLayer):
 
 
 def to_window_size(layer, window_size):
-    """Checks a window, and makes a tuple of what is not an integer."""
+    """Checks the argument, and makes a tuple of what is not an integer."""
     if isinstance(window_size, (tuple, list)):
         sides = tuple(window_size)
-        if len(sides) == 2 and all(
-            isinstance(side, int) and not isinstance(side, bool) and side >= 0
-            for side in sides
-        ):
+        if len(sides) == 2 and all(_is_count(side) for side in sides):
             return sides
-    else:
-        check_positive_integers(layer, window_size=window_size)
-        if window_size % 2 == 0:
-            return window_size
-    raise ValueError(
-        f"`{type(layer).__name__}` needs an even `window_size`, half of which "
-        "lies on either side of a position, or a pair of integers `(left, "
-        f"right)` that are not negative. Received: window_size={window_size}"
+    elif _is_count(window_size) and window_size and window_size % 2 == 0:
+        return window_size
+    raise invalid(
+        layer,
+        "window_size",
+        window_size,
+        "a positive even integer, half of which lies on either side of a "
+        "position, or a pair of integers `(left, right)` from 0 on",
     )
 
 
+def _is_count(value):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def to_dilation_rate(layer, dilation_rate):
-    """Checks dilation rates, and makes a tuple of what is not an integer."""
+    """Checks the argument, and makes a tuple of what is not an integer."""
     if not isinstance(dilation_rate, (tuple, list)):
         check_positive_integers(layer, dilation_rate=dilation_rate)
         return dilation_rate
     for rate in dilation_rate:
         check_positive_integers(layer, dilation_rate=rate)
     if len(dilation_rate) != layer.num_heads:
-        raise ValueError(
-            f"`{type(layer).__name__}` needs one `dilation_rate`, or one for "
-            f"each of its {layer.num_heads} heads. "
-            f"Received: dilation_rate={dilation_rate}"
-        )
+        wanted = f"one for all heads, or one for each of {layer.num_heads}"
+        raise invalid(layer, "dilation_rate", dilation_rate, wanted)
     return tuple(dilation_rate)
 
 

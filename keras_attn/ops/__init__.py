@@ -17,6 +17,9 @@ from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.key_value_cache import key_value_cache
 from keras_attn.ops.key_value_cache import key_value_cache_mask
 from keras_attn.ops.key_value_cache import update_key_value_cache
+from keras_attn.ops.longformer import global_token_positions
+from keras_attn.ops.longformer import longformer_attention
+from keras_attn.ops.longformer import longformer_attention_step
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
 from keras_attn.ops.sliding_window import sliding_window_attention
@@ -24,8 +27,11 @@ from keras_attn.ops.sliding_window import sliding_window_attention
 __all__ = [
     "dense_mask",
     "dot_product_attention",
+    "global_token_positions",
     "key_value_cache",
     "key_value_cache_mask",
+    "longformer_attention",
+    "longformer_attention_step",
     "masked_softmax",
     "sliding_window_attention",
     "update_key_value_cache",

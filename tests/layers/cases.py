@@ -10,14 +10,16 @@ from keras_attn import layers
 class Case:
     """A layer and the arguments to try it with.
 
-    `cross` tells whether query and value may differ in length, and `idle`
-    names weights that one step of training need not move.
+    `cross` tells whether query and value may differ in length, `idle` names
+    weights that one step of training need not move, and `refused` options that
+    these arguments rule out.
     """
 
     cls: type
     kwargs: dict = dataclasses.field(default_factory=dict)
     cross: bool = True
     idle: tuple = ()
+    refused: tuple = ()
 
     def __str__(self):
         values = (f"{k}={v}" for k, v in self.kwargs.items())
@@ -32,12 +34,37 @@ class Case:
 
     @property
     def options(self):
-        """Names of the options that `attend()` supports."""
-        return set(inspect.signature(self.cls.attend).parameters)
+        """Names of the options that the layer supports."""
+        options = set(inspect.signature(self.cls.attend).parameters)
+        return options - set(self.refused)
 
 
 CASES = [
     # a key bias shifts all scores of a query alike, and so has no effect
+    Case(
+        layers.LongformerAttention,
+        {"window_size": 4, "num_global_tokens": 2, "dilation_rate": (2, 1, 2)},
+        cross=False,
+        idle=("key/bias", "key_global/bias"),
+    ),
+    Case(
+        layers.LongformerAttention,
+        {"window_size": (1, 2), "max_global_tokens": 3, "value_dim": 7},
+        cross=False,
+        # no token is global unless a call says so
+        idle=("key/bias", "global/kernel", "global/bias"),
+        refused=("state",),
+    ),
+    Case(
+        layers.LongformerAttention,
+        {
+            "window_size": 2,
+            "num_global_tokens": 4,
+            "separate_global_projections": False,
+        },
+        cross=False,
+        idle=("key/bias",),
+    ),
     Case(layers.MultiHeadAttention, idle=("key/bias",)),
     Case(layers.MultiHeadAttention, {"value_dim": 7}, idle=("key/bias",)),
     Case(

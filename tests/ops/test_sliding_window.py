@@ -225,8 +225,15 @@ def test_dropout_acts_on_the_weights():
     close(dropped, 0.5 * plain)
 
 
-@pytest.mark.parametrize("dilation_rate", [1, 3, (2, 1, 2)])
-@pytest.mark.parametrize("sizes", [[17], [1] * 17, [5, 1, 9, 2]])
+@pytest.mark.parametrize(
+    ("sizes", "dilation_rate"),
+    [
+        ([17], 1),
+        ([1] * 17, 3),
+        ([1] * 17, (2, 1, 2)),
+        ([5, 1, 9, 2], (2, 1, 2)),
+    ],
+)
 def test_streaming_equals_one_causal_pass(sizes, dilation_rate):
     query, key, value = heads(length=17, value_size=7)
     padding = np.arange(17) != [[3], [14]]
