@@ -21,7 +21,8 @@ def examples(text):
 
 
 def all_examples():
-    for module in (keras_attn.ops, keras_attn.layers, keras_attn.models):
+    modules = ("ops", "layers", "models", "conversion")
+    for module in (getattr(keras_attn, name) for name in modules):
         for name in module.__all__:
             text = inspect.getdoc(getattr(module, name)) or ""
             for i, example in enumerate(examples(text)):

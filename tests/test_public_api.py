@@ -15,7 +15,12 @@ import keras_attn
 from tests.layers.cases import CASES
 
 PACKAGE = pathlib.Path(keras_attn.__file__).parent
-MODULES = (keras_attn.ops, keras_attn.layers, keras_attn.models)
+MODULES = (
+    keras_attn.ops,
+    keras_attn.layers,
+    keras_attn.models,
+    keras_attn.conversion,
+)
 
 
 def sequence_layers():
