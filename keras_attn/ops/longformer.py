@@ -197,8 +197,9 @@ def longformer_attention_step(
         global_query = query[:, :count]
 
     slots = ops.arange(count, dtype="int32")
+    # places not reached yet are hidden until they are written again
     source = slots - start
-    is_new = ops.logical_and(source >= 0, source < length)
+    is_new = source >= 0
     source = ops.clip(source, 0, length - 1)
     prefix = {
         name: ops.where(
