@@ -2,8 +2,10 @@
 
 from keras_attn.layers.attention_layer import AttentionLayer
 from keras_attn.layers.multi_head_attention import MultiHeadAttention
+from keras_attn.layers.synthesizer import Synthesizer
 
 __all__ = [
     "AttentionLayer",
     "MultiHeadAttention",
+    "Synthesizer",
 ]

@@ -19,12 +19,26 @@ from keras_attn.ops.key_value_cache import key_value_cache_mask
 from keras_attn.ops.key_value_cache import update_key_value_cache
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
+from keras_attn.ops.synthesizer import dense_scores
+from keras_attn.ops.synthesizer import dot_product_scores
+from keras_attn.ops.synthesizer import factorized_dense_scores
+from keras_attn.ops.synthesizer import factorized_random_scores
+from keras_attn.ops.synthesizer import mix_scores
+from keras_attn.ops.synthesizer import random_scores
+from keras_attn.ops.synthesizer import synthesizer
 
 __all__ = [
     "dense_mask",
+    "dense_scores",
     "dot_product_attention",
+    "dot_product_scores",
+    "factorized_dense_scores",
+    "factorized_random_scores",
     "key_value_cache",
     "key_value_cache_mask",
     "masked_softmax",
+    "mix_scores",
+    "random_scores",
+    "synthesizer",
     "update_key_value_cache",
 ]

@@ -40,4 +40,19 @@ CASES = [
     # a key bias shifts all scores of a query alike, and so has no effect
     Case(layers.MultiHeadAttention, idle=("key/bias",)),
     Case(layers.MultiHeadAttention, {"value_dim": 7}, idle=("key/bias",)),
+    Case(layers.Synthesizer, {"max_length": 16, "kind": "random"}),
+    Case(layers.Synthesizer, {"max_length": 11, "kind": "fixed_random"}),
+    Case(layers.Synthesizer, {"max_length": 16, "kind": "factorized_random"}),
+    Case(layers.Synthesizer, {"max_length": 16, "value_dim": 7}),
+    Case(layers.Synthesizer, {"max_length": 16, "kind": "factorized_dense"}),
+    Case(
+        layers.Synthesizer,
+        {
+            "max_length": 16,
+            "kind": ("factorized_dense", "dot_product", "random", "dense"),
+            "hidden_dim": 7,
+            "tiling": "tile",
+        },
+        idle=("key/bias",),
+    ),
 ]
