@@ -3,9 +3,11 @@
 from keras_attn.layers.attention_layer import AttentionLayer
 from keras_attn.layers.multi_head_attention import MultiHeadAttention
 from keras_attn.layers.synthesizer import Synthesizer
+from keras_attn.layers.top_k_attention import TopKAttention
 
 __all__ = [
     "AttentionLayer",
     "MultiHeadAttention",
     "Synthesizer",
+    "TopKAttention",
 ]

@@ -26,6 +26,7 @@ from keras_attn.ops.synthesizer import factorized_random_scores
 from keras_attn.ops.synthesizer import mix_scores
 from keras_attn.ops.synthesizer import random_scores
 from keras_attn.ops.synthesizer import synthesizer
+from keras_attn.ops.top_k import top_k_attention
 
 __all__ = [
     "dense_mask",
@@ -40,5 +41,6 @@ __all__ = [
     "mix_scores",
     "random_scores",
     "synthesizer",
+    "top_k_attention",
     "update_key_value_cache",
 ]

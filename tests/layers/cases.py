@@ -55,4 +55,10 @@ CASES = [
         },
         idle=("key/bias",),
     ),
+    Case(layers.TopKAttention, {"top_k": 3}, idle=("key/bias",)),
+    Case(
+        layers.TopKAttention,
+        {"top_k": 0.4, "value_dim": 7},
+        idle=("key/bias",),
+    ),
 ]

@@ -454,7 +454,7 @@ def test_learns_to_look_at_the_previous_position(kind):
     model = keras.Sequential([keras.Input((8, 12)), layer])
     model.compile(keras.optimizers.Adam(0.1), "mse")
     x, y = np.concatenate([content, positions], -1), np.roll(content, 1, axis=1)
-    history = model.fit(x, y, batch_size=64, epochs=60, verbose=0).history[
+    history = model.fit(x, y, batch_size=64, epochs=40, verbose=0).history[
         "loss"
     ]
 
