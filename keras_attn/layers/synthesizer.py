@@ -380,6 +380,11 @@ class Synthesizer(AttentionLayer):
                     f"with max_length={self.max_length}"
                 )
 
+    def attention_scores_shape(self, query_shape, value_shape, state=None):
+        if state is not None:
+            value_shape = state["padding_mask"].shape
+        return super().attention_scores_shape(query_shape, value_shape)
+
     def initial_state(self, batch_size, max_length=None):
         """Creates an empty cache of values, and of keys if there are any.
 

@@ -117,6 +117,11 @@ class TopKAttention(AttentionLayer):
             (*results, state) if return_attention_scores else (results, state)
         )
 
+    def attention_scores_shape(self, query_shape, value_shape, state=None):
+        if state is not None:
+            value_shape = state["padding_mask"].shape
+        return super().attention_scores_shape(query_shape, value_shape)
+
     def initial_state(self, batch_size, max_length=None):
         """Creates an empty key/value cache.
 

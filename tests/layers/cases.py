@@ -41,7 +41,7 @@ CASES = [
     Case(layers.MultiHeadAttention, idle=("key/bias",)),
     Case(layers.MultiHeadAttention, {"value_dim": 7}, idle=("key/bias",)),
     Case(layers.Synthesizer, {"max_length": 16, "kind": "random"}),
-    Case(layers.Synthesizer, {"max_length": 11, "kind": "fixed_random"}),
+    Case(layers.Synthesizer, {"max_length": 13, "kind": "fixed_random"}),
     Case(layers.Synthesizer, {"max_length": 16, "kind": "factorized_random"}),
     Case(layers.Synthesizer, {"max_length": 16, "value_dim": 7}),
     Case(layers.Synthesizer, {"max_length": 16, "kind": "factorized_dense"}),
