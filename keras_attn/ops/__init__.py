@@ -13,6 +13,10 @@ lower case, are spelled with the letters of `keras.ops.dot_product_attention`:
 What a masked position holds must be finite. The layers see to that.
 """
 
+from keras_attn.ops.cbam import apply_gates
+from keras_attn.ops.cbam import channel_attention
+from keras_attn.ops.cbam import masked_moments
+from keras_attn.ops.cbam import spatial_attention
 from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.key_value_cache import key_value_cache
 from keras_attn.ops.key_value_cache import key_value_cache_mask
@@ -21,10 +25,14 @@ from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
 
 __all__ = [
+    "apply_gates",
+    "channel_attention",
     "dense_mask",
     "dot_product_attention",
     "key_value_cache",
     "key_value_cache_mask",
+    "masked_moments",
     "masked_softmax",
+    "spatial_attention",
     "update_key_value_cache",
 ]
