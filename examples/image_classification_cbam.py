@@ -337,7 +337,7 @@ def look_at_the_mark(task, spatial):
 
 
 def print_table(task, runs):
-    print(f"\n{task.name}: {len(runs[None])} seeds")
+    print(f"\n{task.name}; seeds: {len(runs[None])}")
     print("attention  parameters  ms/step  test accuracy: mean (min - max)")
     for attention, found in runs.items():
         accuracies = [run.accuracy for run in found]
@@ -366,8 +366,8 @@ def draw(task, runs, path):
     channel, _ = gates(runs["channel"][0].model, task.images)
     _, spatial = gates(runs["spatial"][0].model, task.images)
     columns = min(5, len(task.images))
-    figure = plt.figure(figsize=(12, 7.5), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.05])
+    figure = plt.figure(figsize=(12, 6.8), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.3])
     draw_images(top.subplots(2, columns, squeeze=False), task, spatial, top)
     left, right = bottom.subplots(1, 2, width_ratios=[1.25, 1])
     draw_channels(left, task, channel, bottom)
@@ -391,7 +391,7 @@ def draw_images(axes, task, spatial, figure):
             red = np.array([1.0, 0.15, 0.1])
             shown = digit * (1 - mark) + red * mark
         above.imshow(shown)
-        above.set_title(task.class_names[task.labels[column]])
+        above.set_title(f"answer: {task.class_names[task.labels[column]]}")
         below.imshow(shown.mean(axis=-1), cmap="gray")
         drawn = below.imshow(
             spatial[column],
@@ -405,8 +405,9 @@ def draw_images(axes, task, spatial, figure):
             axis.set_xticks([])
             axis.set_yticks([])
     axes[0, 0].set_ylabel("image")
-    axes[1, 0].set_ylabel("spatial gate")
-    figure.colorbar(drawn, ax=axes[1], label="gate", aspect=10)
+    axes[1, 0].set_ylabel("gate")
+    bar = figure.colorbar(drawn, ax=axes, label="spatial gate", aspect=16)
+    bar.solids.set_alpha(1)
 
 
 def draw_channels(axis, task, channel, figure):
@@ -444,7 +445,7 @@ def draw_curves(axis, runs):
             color=color,
             alpha=0.15,
         )
-    axis.set_title(f"Test accuracy, mean and range of {len(found)} seeds")
+    axis.set_title(f"Test accuracy: mean and range over seeds ({len(found)})")
     axis.set_xlabel("epoch")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
