@@ -6,8 +6,9 @@ Unlike the other mechanisms, these act on feature maps `x` of shape
 callable, so that any layer may take its place.
 """
 
-import keras
 from keras import ops
+
+from keras_attn.ops.masks import at_least_float32
 
 POOLING = ("avg", "max", "lp", "lse")
 
@@ -77,7 +78,7 @@ def spatial_attention(
     x = _zero_padding(x, padding_mask, data_format)
     axis = _channel_axis(data_format)
     pools = [ops.max(x, axis=axis), ops.mean(x, axis=axis)]
-    pools = _at_least_float32(ops.stack(pools, axis=-1))  # (B, *space, 2)
+    pools = at_least_float32(ops.stack(pools, axis=-1))  # (B, *space, 2)
     logits = ops.squeeze(convolution(pools), axis=-1)
     gates = activation(ops.cast(logits, pools.dtype))
     return gates if padding_mask is None else _where(padding_mask, gates)
@@ -137,7 +138,7 @@ def _pool(x, kind, axes, mask=None):
     """Reduces space, to `(B, F)` in float32 or better."""
     # mean and maximum of half floats are safe, but sums of them overflow
     if mask is not None or kind in ("lp", "lse"):
-        x = _at_least_float32(x)
+        x = at_least_float32(x)
     if mask is None:
         shown = hidden = x
     else:
@@ -158,7 +159,7 @@ def _pool(x, kind, axes, mask=None):
         pool = ops.logsumexp(hidden, axis=axes)
     if mask is not None:
         pool = _where(ops.any(mask, axis=axes), pool)
-    return _at_least_float32(pool)
+    return at_least_float32(pool)
 
 
 def _zero_padding(x, padding_mask, data_format):
@@ -188,7 +189,3 @@ def _space_axes(x, data_format):
     rank = len(x.shape)
     first = 2 if data_format == "channels_first" else 1
     return tuple(range(first, first + rank - 2))
-
-
-def _at_least_float32(x):
-    return ops.cast(x, keras.backend.result_type(x.dtype, "float32"))

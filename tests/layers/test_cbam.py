@@ -749,7 +749,7 @@ def test_large_sums_do_not_overflow_in_half_precision():
     ],
 )
 def test_sizes_must_be_positive_integers(cls, name, bad):
-    with pytest.raises(ValueError, match=f"{cls.__name__}.*{name}={bad}"):
+    with pytest.raises(ValueError, match=f"{cls.__name__}.*{name}={bad!r}"):
         cls(**{name: bad})
 
 
