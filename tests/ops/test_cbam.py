@@ -13,7 +13,7 @@ from tests import backend
 from tests.reference import cbam as reference
 
 FEATURES = 5
-SHAPES = {1: (2, 7, FEATURES), 2: (2, 3, 4, FEATURES), 3: (2, 3, 4, 2, 5)}
+SHAPES = {1: (3, 7, FEATURES), 2: (3, 2, 4, FEATURES), 3: (3, 3, 4, 2, 5)}
 
 
 def normal(*shape, seed=0):
@@ -22,7 +22,7 @@ def normal(*shape, seed=0):
 
 
 def padding(shape):
-    """A sample with three positions left, and one with all."""
+    """A sample with three positions left, one with all, and one with none."""
     mask = np.zeros(shape, bool)
     mask.reshape(shape[0], -1)[0, [0, 2, 3]] = True
     mask[1] = True
@@ -72,7 +72,7 @@ def test_channel_gates_equal_the_reference(pooling, masked):
     expected = reference.channel_gates(
         x, perceptron(), pooling, mask if masked else None
     )
-    assert actual.shape == (2, FEATURES)
+    assert actual.shape == (3, FEATURES)
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
