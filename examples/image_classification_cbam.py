@@ -33,7 +33,6 @@ import keras_attn
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-ATTENTION = (None, "channel", "spatial", "cbam")
 LABELS = {
     None: "none",
     "channel": "channel",
@@ -61,6 +60,7 @@ class Task:
     build: callable  # kind of attention -> network
     learning_rate: float
     steps: int
+    attention: tuple = (None, "cbam")  # kinds to compare
     marked: np.ndarray = None  # 0 or 1, the half with the mark
 
 
@@ -143,6 +143,7 @@ def marked_digit_task(args):
         build=marked_digit_network,
         learning_rate=1e-2,
         steps=args.epochs * -(-train // 50),
+        attention=(None, "channel", "spatial", "cbam"),
         marked=marked,
     )
 
@@ -352,7 +353,7 @@ def print_table(task, runs):
 def print_outcome(runs):
     """Says what the accuracies say, and no more."""
     plain = np.array([run.accuracy for run in runs[None]])
-    for attention in ATTENTION[1:]:
+    for attention in list(runs)[1:]:
         gain = np.array([run.accuracy for run in runs[attention]]) - plain
         print(
             f"{LABELS[attention]} attention against none: "
@@ -363,13 +364,23 @@ def print_outcome(runs):
 
 def draw(task, runs, path):
     """Images with spatial gates over them, channel gates, learning curves."""
-    channel, _ = gates(runs["channel"][0].model, task.images)
-    _, spatial = gates(runs["spatial"][0].model, task.images)
+    # one kind alone has gates that are easier to read
+    what = "channel" if "channel" in runs else "cbam"
+    where = "spatial" if "spatial" in runs else "cbam"
+    channel, _ = gates(runs[what][0].model, task.images)
+    _, spatial = gates(runs[where][0].model, task.images)
     columns = min(5, len(task.images))
     figure = plt.figure(figsize=(12, 6.8), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.3])
+    top.suptitle(
+        "Test images, and the spatial gates of the network with "
+        f"{LABELS[where]} attention"
+    )
     draw_images(top.subplots(2, columns, squeeze=False), task, spatial, top)
     left, right = bottom.subplots(1, 2, width_ratios=[1.25, 1])
+    left.set_title(
+        f"Channel gates of the network with {LABELS[what]} attention"
+    )
     draw_channels(left, task, channel, bottom)
     draw_curves(right, runs)
     figure.savefig(path, dpi=110)
@@ -377,10 +388,6 @@ def draw(task, runs, path):
 
 
 def draw_images(axes, task, spatial, figure):
-    figure.suptitle(
-        "Test images, and the spatial gates of the network with spatial "
-        "attention alone"
-    )
     for column, (above, below) in enumerate(axes.T):
         image = task.images[column]
         height, width = image.shape[:2]
@@ -418,7 +425,6 @@ def draw_channels(axis, task, channel, figure):
     drawn = axis.imshow(
         mean[:, order], aspect="auto", cmap="viridis", vmin=0, vmax=1
     )
-    axis.set_title("Channel gates of the network with channel attention alone")
     axis.set_xlabel("channel, sorted by mean gate")
     axis.set_yticks(range(len(classes)), [task.class_names[c] for c in classes])
     axis.set_ylabel("class")
@@ -492,9 +498,9 @@ def main():
 
     make_task = {"marked": marked_digit_task, "cifar10": cifar10_task}
     task = make_task.get(args.dataset, folder_task)(args)
-    runs = {attention: [] for attention in ATTENTION}
+    runs = {attention: [] for attention in task.attention}
     for seed in range(args.seeds):
-        for attention in ATTENTION:
+        for attention in task.attention:
             print(f"\n{LABELS[attention]} attention, seed {seed}")
             runs[attention].append(train(task, attention, seed, args))
 
