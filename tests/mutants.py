@@ -139,10 +139,8 @@ MUTANTS = [
         "layers/cbam.py",
         "            momentum=self.momentum,\n"
         "            epsilon=self.epsilon,\n"
-        "            gamma_initializer=clone_initializer(self.gamma_initializer),\n"
-        "            **weights",
-        "            gamma_initializer=clone_initializer(self.gamma_initializer),\n"
-        "            **weights",
+        "            gamma_initializer=clone",
+        "            gamma_initializer=clone",
         "layers",
     ),
     (

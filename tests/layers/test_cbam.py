@@ -678,6 +678,22 @@ def test_config_round_trip(cls, config):
         assert actual[name] != plain[name], name
 
 
+def test_both_halves_get_the_arguments_of_the_whole():
+    cls, config = CONFIGS[-1]
+    layer = cls(**config, dtype="mixed_float16")
+    layer.build((None, 6, 5, 4))
+    whole = layer.get_config()
+    for half in (layer.channel_attention, layer.spatial_attention):
+        part = half.get_config()
+        del part["name"]
+        if half is layer.spatial_attention:
+            initializer = whole["spatial_kernel_initializer"]
+            assert part.pop("kernel_initializer") == initializer
+            assert part.pop("use_bias") is False
+        for name, value in part.items():
+            assert value == whole[name], name
+
+
 @pytest.mark.parametrize(("cls", "config"), CONFIGS)
 def test_every_argument_is_in_the_config(cls, config):
     arguments = set()
