@@ -9,6 +9,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+import keras_attn
+
 PROGRAM = pathlib.Path(__file__).parents[2] / "examples"
 PROGRAM = PROGRAM / "image_classification_cbam.py"
 
@@ -55,7 +57,7 @@ def test_marked_digits(tmp_path):
     model = keras.saving.load_model(
         tmp_path / "outputs" / "image_classification_cbam.keras"
     )
-    assert model.get_layer("attention").name == "attention"
+    assert isinstance(model.get_layer("attention"), keras_attn.CBAM)
     assert f"{model.count_params():,}" == parameters["CBAM"]
 
 
@@ -82,6 +84,7 @@ def test_a_folder_of_images(tmp_path):
     model = keras.saving.load_model(
         tmp_path / "results" / "image_classification_cbam.keras"
     )
+    assert isinstance(model.layers[-1], keras_attn.models.CBAMResNet)
     assert model.output_shape == (None, 2)
 
 
