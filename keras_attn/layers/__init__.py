@@ -1,13 +1,19 @@
 """Attention mechanisms as Keras layers."""
 
 from keras_attn.layers.attention_layer import AttentionLayer
+from keras_attn.layers.cbam import CBAM
+from keras_attn.layers.cbam import ChannelAttention
+from keras_attn.layers.cbam import SpatialAttention
 from keras_attn.layers.multi_head_attention import MultiHeadAttention
 from keras_attn.layers.synthesizer import Synthesizer
 from keras_attn.layers.top_k_attention import TopKAttention
 
 __all__ = [
     "AttentionLayer",
+    "CBAM",
+    "ChannelAttention",
     "MultiHeadAttention",
+    "SpatialAttention",
     "Synthesizer",
     "TopKAttention",
 ]

@@ -13,6 +13,10 @@ lower case, are spelled with the letters of `keras.ops.dot_product_attention`:
 What a masked position holds must be finite. The layers see to that.
 """
 
+from keras_attn.ops.cbam import apply_gates
+from keras_attn.ops.cbam import channel_attention
+from keras_attn.ops.cbam import masked_moments
+from keras_attn.ops.cbam import spatial_attention
 from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.key_value_cache import key_value_cache
 from keras_attn.ops.key_value_cache import key_value_cache_mask
@@ -29,6 +33,8 @@ from keras_attn.ops.synthesizer import synthesizer
 from keras_attn.ops.top_k import top_k_attention
 
 __all__ = [
+    "apply_gates",
+    "channel_attention",
     "dense_mask",
     "dense_scores",
     "dot_product_attention",
@@ -37,9 +43,11 @@ __all__ = [
     "factorized_random_scores",
     "key_value_cache",
     "key_value_cache_mask",
+    "masked_moments",
     "masked_softmax",
     "mix_scores",
     "random_scores",
+    "spatial_attention",
     "synthesizer",
     "top_k_attention",
     "update_key_value_cache",
