@@ -50,8 +50,9 @@ def insert_cbam(model, after, attention=None):
             "`insert_cbam` needs a functional model, or a sequential one that "
             f"is built, for argument `model`. Received: model={model}"
         )
-    inputs, outputs = model.inputs, model.outputs
-    if not isinstance(model, keras.Sequential):
+    if isinstance(model, keras.Sequential):
+        inputs, outputs = model.inputs[0], model.outputs[0]
+    else:
         inputs, outputs = model.input, model.output  # may be dictionaries
     # a model of another class cannot be taken apart
     graph = keras.Model(inputs, outputs, name=model.name)
