@@ -1,9 +1,11 @@
 """Attention mechanisms as Keras layers."""
 
 from keras_attn.layers.attention_layer import AttentionLayer
+from keras_attn.layers.linear_attention import LinearAttention
 from keras_attn.layers.multi_head_attention import MultiHeadAttention
 
 __all__ = [
     "AttentionLayer",
+    "LinearAttention",
     "MultiHeadAttention",
 ]

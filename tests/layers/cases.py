@@ -40,4 +40,7 @@ CASES = [
     # a key bias shifts all scores of a query alike, and so has no effect
     Case(layers.MultiHeadAttention, idle=("key/bias",)),
     Case(layers.MultiHeadAttention, {"value_dim": 7}, idle=("key/bias",)),
+    Case(layers.LinearAttention),
+    Case(layers.LinearAttention, {"feature_map": "relu", "key_dim": 31}),
+    Case(layers.LinearAttention, {"feature_map": "favor", "seed": 3}),
 ]
