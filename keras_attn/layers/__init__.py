@@ -2,10 +2,14 @@
 
 from keras_attn.layers.attention_layer import AttentionLayer
 from keras_attn.layers.linear_attention import LinearAttention
+from keras_attn.layers.linformer_attention import LengthProjection
+from keras_attn.layers.linformer_attention import LinformerAttention
 from keras_attn.layers.multi_head_attention import MultiHeadAttention
 
 __all__ = [
     "AttentionLayer",
+    "LengthProjection",
     "LinearAttention",
+    "LinformerAttention",
     "MultiHeadAttention",
 ]

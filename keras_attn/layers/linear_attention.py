@@ -7,7 +7,7 @@ from keras import ops
 from keras_attn.layers.attention_layer import AttentionLayer
 from keras_attn.ops import linear_attention
 from keras_attn.ops import positive_random_features
-from keras_attn.ops.linear_attention import FEATURE_MAPS
+from keras_attn.ops.linear import FEATURE_MAPS
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import invalid

@@ -17,8 +17,10 @@ from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.key_value_cache import key_value_cache
 from keras_attn.ops.key_value_cache import key_value_cache_mask
 from keras_attn.ops.key_value_cache import update_key_value_cache
-from keras_attn.ops.linear_attention import linear_attention
-from keras_attn.ops.linear_attention import positive_random_features
+from keras_attn.ops.linear import linear_attention
+from keras_attn.ops.linear import positive_random_features
+from keras_attn.ops.linformer import linformer_attention
+from keras_attn.ops.linformer import linformer_window_attention
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
 
@@ -28,6 +30,8 @@ __all__ = [
     "key_value_cache",
     "key_value_cache_mask",
     "linear_attention",
+    "linformer_attention",
+    "linformer_window_attention",
     "masked_softmax",
     "positive_random_features",
     "update_key_value_cache",

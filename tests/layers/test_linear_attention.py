@@ -9,7 +9,7 @@ from tests import golden
 from tests.backend import gradients
 from tests.backend import to_numpy
 from tests.backend import weight_gradients
-from tests.reference import linear_attention as definitions
+from tests.reference import linear as definitions
 
 
 @keras.saving.register_keras_serializable(package="keras_attn_tests")

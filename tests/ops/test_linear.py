@@ -12,7 +12,7 @@ from tests.backend import compiled
 from tests.backend import gradients
 from tests.backend import run
 from tests.backend import to_numpy
-from tests.reference import linear_attention as definitions
+from tests.reference import linear as definitions
 
 FEATURE_MAPS = {
     "elu_plus_one": "elu",
