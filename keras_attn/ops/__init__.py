@@ -21,6 +21,8 @@ from keras_attn.ops.linear import linear_attention
 from keras_attn.ops.linear import positive_random_features
 from keras_attn.ops.linformer import linformer_attention
 from keras_attn.ops.linformer import linformer_window_attention
+from keras_attn.ops.low_rank import lama
+from keras_attn.ops.low_rank import orthogonality_penalty
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
 
@@ -29,10 +31,12 @@ __all__ = [
     "dot_product_attention",
     "key_value_cache",
     "key_value_cache_mask",
+    "lama",
     "linear_attention",
     "linformer_attention",
     "linformer_window_attention",
     "masked_softmax",
+    "orthogonality_penalty",
     "positive_random_features",
     "update_key_value_cache",
 ]
