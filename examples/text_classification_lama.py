@@ -212,7 +212,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     limit = None
     if options.quick:
-        options.epochs, options.seeds, limit = 3, 1, 10
+        options.epochs, options.seeds, limit = 12, 1, 15
 
     train_passages, test_passages = load_passages(length=100, limit=limit)
     counts = collections.Counter(
