@@ -31,7 +31,8 @@ class Copier(keras.layers.Layer):
     def build(self, input_shape):
         self.token_embedding.build(input_shape)
         self.position_embedding.build(input_shape)
-        self.attention.build((*input_shape, 32))
+        if not self.attention.built:
+            self.attention.build((*input_shape, 32))
         self.classifier.build((None, LENGTH, 32))
 
     def call(self, tokens):
