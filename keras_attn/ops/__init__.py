@@ -21,6 +21,12 @@ from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.key_value_cache import key_value_cache
 from keras_attn.ops.key_value_cache import key_value_cache_mask
 from keras_attn.ops.key_value_cache import update_key_value_cache
+from keras_attn.ops.linear import linear_attention
+from keras_attn.ops.linear import positive_random_features
+from keras_attn.ops.linformer import linformer_attention
+from keras_attn.ops.linformer import linformer_window_attention
+from keras_attn.ops.low_rank import lama
+from keras_attn.ops.low_rank import orthogonality_penalty
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
 from keras_attn.ops.synthesizer import dense_scores
@@ -43,9 +49,15 @@ __all__ = [
     "factorized_random_scores",
     "key_value_cache",
     "key_value_cache_mask",
+    "lama",
+    "linear_attention",
+    "linformer_attention",
+    "linformer_window_attention",
     "masked_moments",
     "masked_softmax",
     "mix_scores",
+    "orthogonality_penalty",
+    "positive_random_features",
     "random_scores",
     "spatial_attention",
     "synthesizer",
