@@ -1,5 +1,6 @@
 """Small helpers shared by layers and ops."""
 
+import numpy as np
 from keras import ops
 
 
@@ -44,3 +45,11 @@ def concrete_integer(x):
         return ops.convert_to_numpy(x).item()
     except Exception:  # each backend has an error of its own
         return None
+
+
+def numpy_generator(seed):
+    """A generator whose numbers, for one seed, are those on every backend."""
+    if seed is None:
+        # what `keras.utils.set_random_seed()` has a say in
+        seed = np.random.randint(2**31)
+    return np.random.default_rng(seed)
