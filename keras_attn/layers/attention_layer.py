@@ -1,11 +1,15 @@
 """The base class of the sequence attention layers."""
 
-import functools
 import inspect
 
 import keras
 from keras import ops
 
+from keras_attn.layers.padding import AttachedMask
+from keras_attn.layers.padding import differ
+from keras_attn.layers.padding import merge_masks
+from keras_attn.layers.padding import to_boolean
+from keras_attn.layers.padding import zero_padding
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
 from keras_attn.utils import clone_initializer
@@ -160,7 +164,7 @@ class AttentionLayer(keras.layers.Layer):
         self.dropout_layer = keras.layers.Dropout(
             dropout, seed=seed, dtype=self.dtype_policy
         )
-        self.attached_mask = _AttachedMask()
+        self.attached_mask = AttachedMask()
 
     def build(self, query_shape, value_shape=None, key_shape=None):
         value_shape = query_shape if value_shape is None else value_shape
@@ -255,8 +259,9 @@ class AttentionLayer(keras.layers.Layer):
         )
         if self.dropout and training:
             options["dropout"] = self.dropout_layer
-        query_mask = self._merge_masks(
-            query,
+        query_mask = merge_masks(
+            self,
+            query.shape[:2],
             mask=mask,
             query_mask=query_mask,
             attached_mask=self.attached_mask(query),
@@ -265,8 +270,9 @@ class AttentionLayer(keras.layers.Layer):
             value, attached_mask = query, query_mask
         else:
             attached_mask = self.attached_mask(value)
-        padding_mask = self._merge_masks(
-            value,
+        padding_mask = merge_masks(
+            self,
+            value.shape[:2],
             value_mask=value_mask,
             key_mask=key_mask,
             attached_mask=attached_mask,
@@ -279,19 +285,21 @@ class AttentionLayer(keras.layers.Layer):
                 attention_mask, query, value
             )
             options["attention_mask"] = attention_mask
-            seen_mask = _merge(padding_mask, _is_seen(attention_mask))
+            seen_mask = _is_seen(attention_mask)
+            if padding_mask is not None:
+                seen_mask = ops.logical_and(seen_mask, padding_mask)
 
         # what padding holds must not even meet the kernels: their gradients
         # would multiply it with 0, which does not make NaN vanish
-        query = _zero_padding(query, query_mask)
-        key = _zero_padding(key, seen_mask)
-        value = _zero_padding(value, seen_mask)
+        query = zero_padding(query, query_mask)
+        key = zero_padding(key, seen_mask)
+        value = zero_padding(value, seen_mask)
         query, key, value = self.project(query, key, value)
         results = self.attend(
             query, key, value, padding_mask=padding_mask, **options
         )
         heads, *extras = results if isinstance(results, tuple) else (results,)
-        heads = _zero_padding(heads, query_mask)
+        heads = zero_padding(heads, query_mask)
         if return_attention_scores and query_mask is not None:
             scores = extras[0]  # (B, N, T, S)
             visible = query_mask[:, None, :, None]
@@ -347,7 +355,7 @@ class AttentionLayer(keras.layers.Layer):
         key_shape = value_shape if key is None else key.shape
         self._check_shapes(query.shape, value_shape, key_shape)
         for option in ("use_causal_mask", "state"):
-            if option in options and _differ(query.shape[1], value_shape[1]):
+            if option in options and differ(query.shape[1], value_shape[1]):
                 raise ValueError(
                     f"`{name}` needs as many keys as queries for `{option}`. "
                     f"Received: query.shape={tuple(query.shape)}, "
@@ -369,22 +377,12 @@ class AttentionLayer(keras.layers.Layer):
                     "(batch, length, features), with a known number of "
                     f"features. Received: {name}.shape={tuple(shape)}"
                 )
-        if _differ(value_shape[1], key_shape[1]):
+        if differ(value_shape[1], key_shape[1]):
             raise ValueError(
                 f"The lengths of `value` and `key` of `{type(self).__name__}` "
                 f"must be equal. Received: value.shape={tuple(value_shape)}, "
                 f"key.shape={tuple(key_shape)}"
             )
-
-    def _merge_masks(self, x, **masks):
-        """Combines the padding masks of `(B, T, F)`, or returns `None`."""
-        return _merge(
-            *(
-                self._to_boolean(name, mask, x.shape[:2])
-                for name, mask in masks.items()
-                if mask is not None
-            )
-        )
 
     def _to_attention_mask(self, mask, query, value):
         mask = ops.convert_to_tensor(mask)
@@ -393,27 +391,7 @@ class AttentionLayer(keras.layers.Layer):
             mask = mask[None]
         elif len(mask.shape) == 4:
             shape = (shape[0], self.num_heads, *shape[1:])
-        return self._to_boolean("attention_mask", mask, shape)
-
-    def _to_boolean(self, name, mask, shape):
-        """Checks the dtype and shape of a mask, and casts it to boolean."""
-        mask = ops.convert_to_tensor(mask)
-        if keras.backend.is_float_dtype(mask.dtype):
-            raise ValueError(
-                f"`{type(self).__name__}` needs a boolean `{name}`, `True` for "
-                "what may be attended. Floats could mean that or a bias. "
-                f"Received: {name}.dtype={mask.dtype}"
-            )
-        sizes = tuple(mask.shape)
-        if len(sizes) != len(shape) or any(
-            size != 1 and _differ(size, expected)
-            for size, expected in zip(sizes, shape, strict=True)
-        ):
-            raise ValueError(
-                f"`{type(self).__name__}` needs a `{name}` that broadcasts to "
-                f"{tuple(shape)}. Received: {name}.shape={sizes}"
-            )
-        return ops.cast(mask, "bool")
+        return to_boolean(self, "attention_mask", mask, shape, broadcast=True)
 
     def attention_scores_shape(self, query_shape, value_shape, state=None):
         """Shape of the scores that the layer returns on request.
@@ -452,10 +430,9 @@ class AttentionLayer(keras.layers.Layer):
             )
         ]
         if "return_attention_scores" in options:
-            shapes = (query.shape, value.shape)
-            if "state" in options:
-                shapes = (*shapes, options["state"])
-            shape = self.attention_scores_shape(*shapes)
+            shape = self.attention_scores_shape(
+                query.shape, value.shape, options.get("state")
+            )
             outputs.append(keras.KerasTensor(shape, dtype=self.compute_dtype))
         if "state" in options:
             outputs.append(
@@ -500,46 +477,7 @@ class AttentionLayer(keras.layers.Layer):
         return {**super().get_config(), **config}
 
 
-class _AttachedMask(keras.layers.Layer):
-    """Returns the mask that Keras has attached to a tensor, or `None`.
-
-    Keras passes it to a call only if no explicit mask takes its place, and its
-    own function for reading it is private.
-    """
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-
-    def call(self, inputs, mask=None):
-        return mask
-
-    def compute_mask(self, inputs, previous_mask):
-        return None
-
-
-def _merge(*masks):
-    """The conjunction of the masks that are not `None`, if there are any."""
-    masks = [mask for mask in masks if mask is not None]
-    return functools.reduce(ops.logical_and, masks) if masks else None
-
-
 def _is_seen(attention_mask):
     """Tells of each key, in shape `(B, S)`, whether any query may see it."""
     axes = tuple(range(1, len(attention_mask.shape) - 1))
     return ops.any(attention_mask, axis=axes)
-
-
-def _zero_padding(x, mask):
-    """Puts zeros where a mask of shape `(B, T)` is `False`."""
-    if mask is None:
-        return x
-    mask = ops.reshape(mask, (*ops.shape(mask), *[1] * (len(x.shape) - 2)))
-    return ops.where(mask, x, ops.zeros_like(x))
-
-
-def _differ(size, expected):
-    """Whether two sizes are known, and not the same."""
-    return (
-        isinstance(size, int) and isinstance(expected, int) and size != expected
-    )

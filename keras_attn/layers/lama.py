@@ -3,7 +3,9 @@
 import keras
 from keras import ops
 
-from keras_attn.layers.attention_layer import _AttachedMask
+from keras_attn.layers.padding import AttachedMask
+from keras_attn.layers.padding import merge_masks
+from keras_attn.layers.padding import zero_padding
 from keras_attn.ops import lama
 from keras_attn.ops import orthogonality_penalty
 from keras_attn.utils import check_choice
@@ -140,7 +142,7 @@ class LAMA(keras.layers.Layer):
         self.kernel_constraint = keras.constraints.get(kernel_constraint)
         self.bias_constraint = keras.constraints.get(bias_constraint)
         self.supports_masking = True
-        self.attached_mask = _AttachedMask()
+        self.attached_mask = AttachedMask()
 
     def build(self, inputs_shape, context_shape=None):
         self._check_shapes(inputs_shape, context_shape)
@@ -200,12 +202,14 @@ class LAMA(keras.layers.Layer):
         self._check_shapes(
             inputs.shape, None if context is None else context.shape
         )
-        mask = self._merge_masks(
-            inputs, mask, inputs_mask, self.attached_mask(inputs)
+        mask = merge_masks(
+            self,
+            inputs.shape[:2],
+            mask=mask,
+            inputs_mask=inputs_mask,
+            attached_mask=self.attached_mask(inputs),
         )
-        if mask is not None:
-            visible = mask[:, :, None]
-            inputs = ops.where(visible, inputs, ops.zeros_like(inputs))
+        inputs = zero_padding(inputs, mask)
         if context is None:
             context = self._own_context(inputs, mask)
         hidden = None
@@ -248,27 +252,6 @@ class LAMA(keras.layers.Layer):
             count = ops.sum(ops.cast(mask, total.dtype), axis=1, keepdims=True)
             count = ops.maximum(count, 1)
         return total / count
-
-    def _merge_masks(self, inputs, *masks):
-        merged = None
-        for mask in masks:
-            if mask is None:
-                continue
-            mask = ops.convert_to_tensor(mask)
-            shape, expected = tuple(mask.shape), tuple(inputs.shape[:2])
-            fits = len(shape) == 2 and all(
-                a == b or a is None or b is None
-                for a, b in zip(shape, expected, strict=True)
-            )
-            if keras.backend.is_float_dtype(mask.dtype) or not fits:
-                raise ValueError(
-                    f"`{type(self).__name__}` needs a boolean `mask` of shape "
-                    f"{expected}. Received: mask.dtype={mask.dtype}, "
-                    f"mask.shape={shape}"
-                )
-            mask = ops.cast(mask, "bool")
-            merged = mask if merged is None else ops.logical_and(merged, mask)
-        return merged
 
     def _check_shapes(self, inputs_shape, context_shape):
         if len(inputs_shape) != 3 or inputs_shape[-1] is None:

@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_attn.layers.attention_layer import AttentionLayer
+from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.sliding_window_attention import check_lengths
 from keras_attn.layers.sliding_window_attention import empty_past
 from keras_attn.layers.sliding_window_attention import to_dilation_rate
@@ -225,8 +226,8 @@ class LongformerAttention(AttentionLayer):
             return ops.broadcast_to(places, (batch, self.num_global_tokens))
         if global_mask is None:
             return -ops.ones((batch, self.max_global_tokens), dtype="int32")
-        global_mask = self._to_boolean(
-            "global_mask", global_mask, query.shape[:2]
+        global_mask = to_boolean(
+            self, "global_mask", global_mask, query.shape[:2]
         )
         global_mask = ops.broadcast_to(global_mask, (batch, length))
         if padding_mask is not None:

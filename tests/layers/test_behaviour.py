@@ -506,10 +506,12 @@ def test_a_sequence_of_padding_gives_zeros_and_trains(case):
 def test_bad_masks_are_refused(case):
     layer, x = case.layer(), sequence()
     name = case.cls.__name__
-    with pytest.raises(ValueError, match=rf"{name}.*`mask`.*\(2, 7\)"):
+    with pytest.raises(ValueError, match=rf"{name}.*`mask` that has.*\(2, 7\)"):
         layer(x, mask=np.ones((2, 7), bool))
     with pytest.raises(ValueError, match=rf"{name}.*`value_mask`.*\(2, 7\)"):
         layer(x, value_mask=np.ones((2, 7), bool))
+    with pytest.raises(ValueError, match=rf"{name}.*`key_mask`.*\(1, {LENGTH}"):
+        layer(x, key_mask=np.ones((1, LENGTH), bool))
     with pytest.raises(ValueError, match=f"{name}.*boolean `mask`"):
         layer(x, mask=np.ones((2, LENGTH), "float32"))
     with pytest.raises(
