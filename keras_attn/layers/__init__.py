@@ -1,6 +1,7 @@
 """Attention mechanisms as Keras layers."""
 
 from keras_attn.layers.attention_layer import AttentionLayer
+from keras_attn.layers.boom import Boom
 from keras_attn.layers.cbam import CBAM
 from keras_attn.layers.cbam import ChannelAttention
 from keras_attn.layers.cbam import SpatialAttention
@@ -9,11 +10,14 @@ from keras_attn.layers.linear_attention import LinearAttention
 from keras_attn.layers.linformer_attention import LengthProjection
 from keras_attn.layers.linformer_attention import LinformerAttention
 from keras_attn.layers.multi_head_attention import MultiHeadAttention
+from keras_attn.layers.sharnn_block import SHARNNBlock
+from keras_attn.layers.single_head_attention import SingleHeadAttention
 from keras_attn.layers.synthesizer import Synthesizer
 from keras_attn.layers.top_k_attention import TopKAttention
 
 __all__ = [
     "AttentionLayer",
+    "Boom",
     "CBAM",
     "ChannelAttention",
     "LAMA",
@@ -21,6 +25,8 @@ __all__ = [
     "LinearAttention",
     "LinformerAttention",
     "MultiHeadAttention",
+    "SHARNNBlock",
+    "SingleHeadAttention",
     "SpatialAttention",
     "Synthesizer",
     "TopKAttention",

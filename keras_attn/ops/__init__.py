@@ -13,6 +13,8 @@ lower case, are spelled with the letters of `keras.ops.dot_product_attention`:
 What a masked position holds must be finite. The layers see to that.
 """
 
+from keras_attn.ops.boom import boom
+from keras_attn.ops.boom import quick_gelu
 from keras_attn.ops.cbam import apply_gates
 from keras_attn.ops.cbam import channel_attention
 from keras_attn.ops.cbam import masked_moments
@@ -27,8 +29,10 @@ from keras_attn.ops.linformer import linformer_attention
 from keras_attn.ops.linformer import linformer_window_attention
 from keras_attn.ops.low_rank import lama
 from keras_attn.ops.low_rank import orthogonality_penalty
+from keras_attn.ops.lstm_state import lstm_cell_state
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
+from keras_attn.ops.single_head_attention import single_head_attention
 from keras_attn.ops.synthesizer import dense_scores
 from keras_attn.ops.synthesizer import dot_product_scores
 from keras_attn.ops.synthesizer import factorized_dense_scores
@@ -40,6 +44,7 @@ from keras_attn.ops.top_k import top_k_attention
 
 __all__ = [
     "apply_gates",
+    "boom",
     "channel_attention",
     "dense_mask",
     "dense_scores",
@@ -53,12 +58,15 @@ __all__ = [
     "linear_attention",
     "linformer_attention",
     "linformer_window_attention",
+    "lstm_cell_state",
     "masked_moments",
     "masked_softmax",
     "mix_scores",
     "orthogonality_penalty",
     "positive_random_features",
+    "quick_gelu",
     "random_scores",
+    "single_head_attention",
     "spatial_attention",
     "synthesizer",
     "top_k_attention",
