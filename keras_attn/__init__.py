@@ -1,9 +1,10 @@
 """Attention mechanisms as Keras 3 layers, on TensorFlow, JAX and PyTorch."""
 
+from keras_attn import data
 from keras_attn import layers
 from keras_attn import models
 from keras_attn import ops
-from keras_attn.layers import *  # noqa: F403
+from keras_attn import optimizers
 
 __version__ = "0.1.0"
-__all__ = ["layers", "models", "ops", *layers.__all__]
+__all__ = ["data", "layers", "models", "ops", "optimizers"]
