@@ -5,6 +5,7 @@ from keras_attn import layers
 from keras_attn import models
 from keras_attn import ops
 from keras_attn import optimizers
+from keras_attn.layers import *  # noqa: F403
 
 __version__ = "0.1.0"
-__all__ = ["data", "layers", "models", "ops", "optimizers"]
+__all__ = ["data", "layers", "models", "ops", "optimizers", *layers.__all__]
