@@ -1,3 +1,5 @@
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -5,6 +7,7 @@ from keras import ops
 
 from keras_attn import layers
 from tests import golden
+from tests.backend import compiled
 from tests.backend import gradients
 from tests.backend import run
 from tests.backend import to_numpy
@@ -101,14 +104,21 @@ def make_block(**kwargs):
     return block
 
 
+def _step(block, x, mask, state):
+    return block(x, mask=mask, state=state)
+
+
 def stream(block, x, cuts, mask=None, state=None):
     """Feeds a sequence in segments; returns all outputs and the last state."""
     if state is None:
         state = block.initial_state(len(x))
+    step = functools.partial(_step, block)
+    if keras.backend.backend() == "jax":
+        step = compiled(step)
     outputs = []
     for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
         piece = None if mask is None else mask[:, start:stop]
-        output, state = block(x[:, start:stop], mask=piece, state=state)
+        output, state = step(x[:, start:stop], piece, state)
         outputs.append(to_numpy(output))
     return np.concatenate(outputs, axis=1), to_numpy(state)
 
