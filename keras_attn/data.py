@@ -3,6 +3,8 @@
 import keras
 import numpy as np
 
+__all__ = ["ResumeSegments", "TokenSegments"]
+
 
 class TokenSegments(keras.utils.PyDataset):
     """Cuts a text into the segments of truncated backpropagation through time.

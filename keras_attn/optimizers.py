@@ -1,3 +1,4 @@
+__all__ = ["MinTrustLamb"]
 """Optimizers of the papers that Keras does not have."""
 
 import keras
