@@ -21,7 +21,13 @@ def examples(text):
 
 
 def all_examples():
-    for module in (keras_attn.ops, keras_attn.layers, keras_attn.models):
+    for module in (
+        keras_attn.data,
+        keras_attn.layers,
+        keras_attn.models,
+        keras_attn.ops,
+        keras_attn.optimizers,
+    ):
         for name in module.__all__:
             text = inspect.getdoc(getattr(module, name)) or ""
             for i, example in enumerate(examples(text)):

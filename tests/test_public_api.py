@@ -16,7 +16,13 @@ from keras_attn.layers.feature_map_attention import FeatureMapAttention
 from tests.layers.cases import CASES
 
 PACKAGE = pathlib.Path(keras_attn.__file__).parent
-MODULES = (keras_attn.ops, keras_attn.layers, keras_attn.models)
+MODULES = (
+    keras_attn.data,
+    keras_attn.layers,
+    keras_attn.models,
+    keras_attn.ops,
+    keras_attn.optimizers,
+)
 
 
 def sequence_layers():
