@@ -98,7 +98,11 @@ class StatefulLSTM(keras.Model):
     def __init__(self, vocabulary_size, units, num_layers, batch_size):
         super().__init__()
         self.embedding = keras.layers.ReversibleEmbedding(
-            vocabulary_size, units
+            vocabulary_size,
+            units,
+            embeddings_initializer=keras.initializers.RandomNormal(
+                stddev=units**-0.5
+            ),
         )
         self.lstms = [
             keras.layers.LSTM(units, return_sequences=True, return_state=True)

@@ -1,8 +1,9 @@
-__all__ = ["MinTrustLamb"]
 """Optimizers of the papers that Keras does not have."""
 
 import keras
 from keras import ops
+
+__all__ = ["MinTrustLamb"]
 
 
 @keras.saving.register_keras_serializable(package="keras_attn")
