@@ -90,20 +90,20 @@ def paper_optimizer(learning_rate, warmup_steps):
 
 @keras.saving.register_keras_serializable("language_model_sharnn")
 class StatefulLSTM(keras.Model):
-    """The baseline: LSTMs of Keras, with tied weights and carried state.
+    """The baseline: LSTMs of Keras, with carried state.
 
     Like `SHARNN`, it keeps a state for training and one for inference.
     """
 
     def __init__(self, vocabulary_size, units, num_layers, batch_size):
         super().__init__()
-        self.embedding = keras.layers.ReversibleEmbedding(
+        # of unit size, for no norm follows that would make up for less
+        self.embedding = keras.layers.Embedding(
             vocabulary_size,
             units,
-            embeddings_initializer=keras.initializers.RandomNormal(
-                stddev=units**-0.5
-            ),
+            embeddings_initializer=keras.initializers.RandomNormal(stddev=1.0),
         )
+        self.dense = keras.layers.Dense(vocabulary_size)
         self.lstms = [
             keras.layers.LSTM(units, return_sequences=True, return_state=True)
             for _ in range(num_layers)
@@ -132,14 +132,15 @@ class StatefulLSTM(keras.Model):
             x, *new = lstm(x, initial_state=[keep * value for value in state])
             for variable, value in zip(state, new, strict=True):
                 variable.assign(keras.ops.stop_gradient(value))
-        return self.embedding(x, reverse=True)
+        return self.dense(x)
 
 
 def width_of_equal_size(count, num_layers, vocabulary_size):
     """Width with which the baseline has about `count` parameters."""
 
     def size(width):
-        return num_layers * (8 * width**2 + 4 * width) + vocabulary_size * width
+        lstms = num_layers * (8 * width**2 + 4 * width)
+        return lstms + vocabulary_size * (2 * width + 1)
 
     return min(range(8, 4096), key=lambda width: abs(size(width) - count))
 

@@ -127,7 +127,7 @@ def main(quick=False, seed=0, output="outputs/memory_probe_sharnn.png"):
         results[slots] = (accuracy, alone)
         print(f"{slots:22}   {accuracy:8.3f}   {alone:8.3f}")
     _, scores = recall(model, 13, strings[:1])
-    bare, steps = train("none", 40 if quick else 600, seed, verbose=0)
+    bare, steps = train("none", steps, seed, verbose=0)
     without, _ = recall(bare, 0, strings)
     print(
         f"\nThe same model without attention, after {steps} steps: "
@@ -151,7 +151,10 @@ def draw(results, without, scores, symbols, output):
         label="SHA-RNN, its LSTMs set to zero in between",
     )
     left.axhline(
-        without, color="#d94801", ls="--", label="the same without attention"
+        without,
+        color="#d94801",
+        ls="--",
+        label="without attention, after equal training",
     )
     left.axhline(1 / ALPHABET, color="gray", ls=":", label="chance")
     left.set_xticks(positions, results)
