@@ -204,7 +204,7 @@ def main(arguments):
             model,
             paper_optimizer(arguments.learning_rate, 3 * steps // 2),
         ),
-        ("LSTM", baseline, keras.optimizers.Adam(3e-3, global_clipnorm=1.0)),
+        ("LSTM", baseline, keras.optimizers.Adam(5e-3, global_clipnorm=1.0)),
     ):
         if candidate is baseline:
             candidate(train_set[0][0])  # creates the weights
