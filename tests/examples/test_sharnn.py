@@ -40,7 +40,11 @@ def test_memory_decides_how_much_is_recalled(tmp_path):
 def test_language_model_learns(tmp_path):
     lines = run_quickly("language_model_sharnn.py", tmp_path)
     rows = [line.split() for line in lines]
-    bits = {row[0]: float(row[1]) for row in rows if len(row) == 2}
+    bits = {
+        row[0]: float(row[1])
+        for row in rows
+        if len(row) == 2 and row[0] in ("SHA-RNN", "LSTM")
+    }
     # a uniform model of bytes has 8, and one of single letters 5.19
     assert bits["SHA-RNN"] < 5.6
     assert bits["LSTM"] < 5.8
