@@ -1,10 +1,20 @@
 """Attention mechanisms as Keras 3 layers, on TensorFlow, JAX and PyTorch."""
 
 from keras_attn import conversion
+from keras_attn import data
 from keras_attn import layers
 from keras_attn import models
 from keras_attn import ops
+from keras_attn import optimizers
 from keras_attn.layers import *  # noqa: F403
 
 __version__ = "0.1.0"
-__all__ = ["conversion", "layers", "models", "ops", *layers.__all__]
+__all__ = [
+    "conversion",
+    "data",
+    "layers",
+    "models",
+    "ops",
+    "optimizers",
+    *layers.__all__,
+]

@@ -21,8 +21,14 @@ def examples(text):
 
 
 def all_examples():
-    modules = ("ops", "layers", "models", "conversion")
-    for module in (getattr(keras_attn, name) for name in modules):
+    for module in (
+        keras_attn.conversion,
+        keras_attn.data,
+        keras_attn.layers,
+        keras_attn.models,
+        keras_attn.ops,
+        keras_attn.optimizers,
+    ):
         for name in module.__all__:
             text = inspect.getdoc(getattr(module, name)) or ""
             for i, example in enumerate(examples(text)):

@@ -17,10 +17,12 @@ from tests.layers.cases import CASES
 
 PACKAGE = pathlib.Path(keras_attn.__file__).parent
 MODULES = (
-    keras_attn.ops,
+    keras_attn.conversion,
+    keras_attn.data,
     keras_attn.layers,
     keras_attn.models,
-    keras_attn.conversion,
+    keras_attn.ops,
+    keras_attn.optimizers,
 )
 
 

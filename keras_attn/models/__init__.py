@@ -2,5 +2,10 @@
 
 from keras_attn.models.cbam_resnet import CBAMResNet
 from keras_attn.models.insert_cbam import insert_cbam
+from keras_attn.models.sharnn import SHARNN
 
-__all__ = ["CBAMResNet", "insert_cbam"]
+__all__ = [
+    "CBAMResNet",
+    "SHARNN",
+    "insert_cbam",
+]

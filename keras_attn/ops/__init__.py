@@ -13,6 +13,8 @@ lower case, are spelled with the letters of `keras.ops.dot_product_attention`:
 What a masked position holds must be finite. The layers see to that.
 """
 
+from keras_attn.ops.boom import boom
+from keras_attn.ops.boom import quick_gelu
 from keras_attn.ops.cbam import apply_gates
 from keras_attn.ops.cbam import channel_attention
 from keras_attn.ops.cbam import masked_moments
@@ -30,8 +32,10 @@ from keras_attn.ops.longformer import longformer_attention
 from keras_attn.ops.longformer import longformer_attention_step
 from keras_attn.ops.low_rank import lama
 from keras_attn.ops.low_rank import orthogonality_penalty
+from keras_attn.ops.lstm_state import lstm_cell_state
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
+from keras_attn.ops.single_head_attention import single_head_attention
 from keras_attn.ops.sliding_window import sliding_window_attention
 from keras_attn.ops.synthesizer import dense_scores
 from keras_attn.ops.synthesizer import dot_product_scores
@@ -44,6 +48,7 @@ from keras_attn.ops.top_k import top_k_attention
 
 __all__ = [
     "apply_gates",
+    "boom",
     "channel_attention",
     "dense_mask",
     "dense_scores",
@@ -60,12 +65,15 @@ __all__ = [
     "linformer_window_attention",
     "longformer_attention",
     "longformer_attention_step",
+    "lstm_cell_state",
     "masked_moments",
     "masked_softmax",
     "mix_scores",
     "orthogonality_penalty",
     "positive_random_features",
+    "quick_gelu",
     "random_scores",
+    "single_head_attention",
     "sliding_window_attention",
     "spatial_attention",
     "synthesizer",
