@@ -64,6 +64,10 @@ def run(backend, arguments, report):
         **os.environ,
         "KERAS_BACKEND": backend,
         "TF_CPP_MIN_LOG_LEVEL": "3",  # notices of TensorFlow's C++ code
+        # each worker has a core of its own
+        "OMP_NUM_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "1",
     }
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

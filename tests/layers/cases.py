@@ -126,3 +126,6 @@ CASES = [
         {"max_length": 12, "projected_length": 4, "projection": "random"},
     ),
 ]
+
+# one case of each layer
+FIRST_CASES = list({case.cls: case for case in reversed(CASES)}.values())[::-1]

@@ -16,18 +16,26 @@ from tests.backend import compiled
 from tests.backend import gradients
 from tests.backend import to_numpy
 from tests.layers.cases import CASES
+from tests.layers.cases import FIRST_CASES
 
 LENGTH = 11
 FEATURES = 13
 
-every_layer = pytest.mark.parametrize("case", CASES, ids=str)
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+# what has to do with the base class more than with options of the mechanism
+every_class = pytest.mark.parametrize("case", FIRST_CASES, ids=str)
 
 
-def cases_with(*options):
-    """The layers whose mechanism supports all of the options."""
+def cases_with(*options, among=CASES):
+    """The cases whose mechanism supports all of the options."""
     return pytest.mark.parametrize(
-        "case", [c for c in CASES if c.options.issuperset(options)], ids=str
+        "case", [c for c in among if c.options.issuperset(options)], ids=str
     )
+
+
+def classes_with(*options):
+    """The first cases of the layers that support all of the options."""
+    return cases_with(*options, among=FIRST_CASES)
 
 
 def sequence(length=LENGTH, batch=2, seed=0):
@@ -78,7 +86,7 @@ class Opaque(keras.layers.Layer):
 # Weights and configuration
 
 
-@every_layer
+@every_case
 def test_built_by_shape_alone(case):
     layer = case.layer()
     layer.build((None, LENGTH, FEATURES))
@@ -90,7 +98,7 @@ def test_built_by_shape_alone(case):
         assert ours.shape == theirs.shape
 
 
-@every_layer
+@every_class
 def test_shared_weights_are_those_of_keras(case):
     layer = case.layer()
     layer.build((None, LENGTH, FEATURES))
@@ -107,7 +115,7 @@ def test_shared_weights_are_those_of_keras(case):
     assert len(set(paths)) == len(paths)
 
 
-@every_layer
+@every_case
 def test_no_two_kernels_start_alike(case):
     layer = case.layer()
     layer.build((None, LENGTH, FEATURES))
@@ -116,7 +124,7 @@ def test_no_two_kernels_start_alike(case):
         assert a.shape != b.shape or (a != b).any()
 
 
-@every_layer
+@every_class
 def test_config_round_trip(case):
     kwargs = {
         "use_bias": False,
@@ -145,7 +153,7 @@ def test_config_round_trip(case):
     assert revived.get_config() == config
 
 
-@every_layer
+@every_case
 def test_every_argument_is_in_the_config(case):
     arguments = set()
     for cls in case.cls.__mro__[: case.cls.__mro__.index(keras.Layer)]:
@@ -158,7 +166,7 @@ def test_every_argument_is_in_the_config(case):
             assert layer.get_config()[name] == value
 
 
-@every_layer
+@every_class
 def test_initializers_and_regularizers_reach_the_weights(case):
     layer = case.layer(
         bias_initializer="ones",
@@ -181,7 +189,7 @@ def test_initializers_and_regularizers_reach_the_weights(case):
     assert len(layer.losses) == len(regularized) + 1
 
 
-@every_layer
+@every_class
 @pytest.mark.parametrize("name", ["num_heads", "key_dim", "value_dim"])
 @pytest.mark.parametrize("bad", [0, -1, 2.0, True])
 def test_sizes_must_be_positive_integers(case, name, bad):
@@ -190,7 +198,7 @@ def test_sizes_must_be_positive_integers(case, name, bad):
         case.layer(**{name: bad})
 
 
-@every_layer
+@every_class
 @pytest.mark.parametrize("bad", [-0.1, 1.0, "0.5"])
 def test_dropout_must_be_a_rate(case, bad):
     with pytest.raises(
@@ -199,7 +207,7 @@ def test_dropout_must_be_a_rate(case, bad):
         case.layer(dropout=bad)
 
 
-@every_layer
+@every_class
 def test_seed_reproduces_the_dropout(case):
     if "dropout" not in case.options:
         with pytest.raises(ValueError, match="has no dropout"):
@@ -216,7 +224,7 @@ def test_seed_reproduces_the_dropout(case):
 # Shapes and structure
 
 
-@every_layer
+@every_case
 def test_symbolic_and_real_outputs_agree(case):
     options = [{}]
     if "return_attention_scores" in case.options:
@@ -246,7 +254,7 @@ def test_symbolic_and_real_outputs_agree(case):
             assert a.dtype == keras.backend.standardize_dtype(b.dtype)
 
 
-@every_layer
+@every_class
 def test_value_and_key_default_to_query(case):
     layer, x = case.layer(), sequence()
     close(layer(x), layer(x, x))
@@ -257,7 +265,7 @@ def test_value_and_key_default_to_query(case):
             layer(x, x, x)
 
 
-@every_layer
+@every_case
 def test_one_model_takes_any_length(case):
     inputs = keras.Input((None, FEATURES))
     model = keras.Model(inputs, case.layer()(inputs))
@@ -267,7 +275,7 @@ def test_one_model_takes_any_length(case):
         close(model.predict(x, verbose=0), model(x))  # compiled and eager
 
 
-@every_layer
+@every_case
 def test_compiled_equals_eager(case):
     layer = case.layer()
     layer.build((None, LENGTH, FEATURES))
@@ -277,7 +285,7 @@ def test_compiled_equals_eager(case):
     close(fast(x, mask), layer(x, mask=mask))
 
 
-@every_layer
+@every_class
 def test_traced_with_unknown_length(case):
     inputs = keras.Input((None, FEATURES))
     # PyTorch traces an unknown length as 83 and 89
@@ -289,7 +297,7 @@ def test_traced_with_unknown_length(case):
     close(model.predict(x, verbose=0), layer.layer(x))
 
 
-@every_layer
+@every_case
 def test_batch_of_one_equals_batch_of_many(case):
     layer, x, mask = case.layer(), sequence(batch=3), np.ones((3, LENGTH), bool)
     mask[1, -3:] = False
@@ -297,7 +305,7 @@ def test_batch_of_one_equals_batch_of_many(case):
     close(layer(x[1:2], mask=mask[1:2]), together[1:2])
 
 
-@every_layer
+@every_class
 def test_query_and_value_may_differ_in_length(case):
     layer = case.layer()
     if case.cross:
@@ -307,7 +315,7 @@ def test_query_and_value_may_differ_in_length(case):
             layer(sequence(5), sequence(7))
 
 
-@every_layer
+@every_class
 def test_wrappers_and_clones(case):
     x = sequence()
     layer = case.layer()
@@ -322,7 +330,7 @@ def test_wrappers_and_clones(case):
     close(clone(x), model(x))
 
 
-@every_layer
+@every_class
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
@@ -337,13 +345,13 @@ def test_wrong_ranks_are_refused(case, shapes, message):
             case.layer()(*(make(shape) for shape in shapes))
 
 
-@every_layer
+@every_class
 def test_unknown_features_are_refused(case):
     with pytest.raises(ValueError, match="known number of features"):
         case.layer()(keras.KerasTensor((None, 11, None)))
 
 
-@every_layer
+@every_class
 def test_key_and_value_of_different_lengths_are_refused(case):
     layer = case.layer()
     if "key" in layer.projections:
@@ -354,7 +362,7 @@ def test_key_and_value_of_different_lengths_are_refused(case):
 # Masks
 
 
-@every_layer
+@every_case
 def test_padding_is_invisible(case):
     tokens = np.array([[5, 3, 8, 1, 2, 7, 4], [5, 3, 8, 1, 0, 0, 0]])
     embedding = keras.layers.Embedding(9, FEATURES, mask_zero=True)
@@ -378,7 +386,7 @@ def test_padding_is_invisible(case):
     close(layer(embedding(tokens[1:, :4])), whole[1:, :4])
 
 
-@every_layer
+@every_class
 def test_attached_masks_reach_a_saved_model(case, tmp_path):
     tokens = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(9, FEATURES, mask_zero=True)(tokens)
@@ -395,7 +403,7 @@ def test_attached_masks_reach_a_saved_model(case, tmp_path):
         close(m.predict(ids, verbose=0)[:, :4], expected)
 
 
-@every_layer
+@every_case
 def test_padding_on_the_left_is_invisible(case):
     layer, x = case.layer(), sequence()
     mask = np.arange(LENGTH) >= [[0], [4]]
@@ -404,7 +412,7 @@ def test_padding_on_the_left_is_invisible(case):
     close(layer(changed, mask=mask)[:, 4:], layer(x, mask=mask)[:, 4:])
 
 
-@every_layer
+@every_case
 def test_padding_has_no_part_in_gradients(case):
     layer, x, mask = case.layer(), sequence(), padding()
     layer.build(x.shape)
@@ -440,7 +448,7 @@ def test_padding_has_no_part_in_gradients(case):
         close(actual, gradient, tolerance=1e-4)
 
 
-@every_layer
+@every_class
 def test_explicit_and_attached_masks_combine(case):
     tokens = np.array([[5, 3, 8, 1, 2, 7, 0], [5, 3, 8, 1, 6, 0, 0]])
     attached, explicit = tokens != 0, np.arange(7) != [[2], [0]]
@@ -456,7 +464,7 @@ def test_explicit_and_attached_masks_combine(case):
     close(layer(x, x, value_mask=explicit), expected)
 
 
-@every_layer
+@every_class
 def test_value_and_key_masks_combine(case):
     layer, x = case.layer(), sequence()
     positions = np.broadcast_to(np.arange(LENGTH), (2, LENGTH))
@@ -469,7 +477,7 @@ def test_value_and_key_masks_combine(case):
     assert np.abs(to_numpy(expected) - to_numpy(layer(x))).max() > 1e-4
 
 
-@every_layer
+@every_class
 def test_masks_stay_where_they_were(case):
     tokens = np.array([[5, 3, 0, 0]])
     x = keras.layers.Embedding(9, FEATURES, mask_zero=True)(tokens)
@@ -481,7 +489,7 @@ def test_masks_stay_where_they_were(case):
             )
 
 
-@every_layer
+@every_class
 def test_masked_queries_attend_to_nothing(case):
     layer, x = case.layer(bias_initializer="ones"), sequence()
     mask = np.arange(LENGTH) != [[3], [0]]
@@ -489,7 +497,7 @@ def test_masked_queries_attend_to_nothing(case):
         close(to_numpy(output)[~mask], np.ones((2, FEATURES)))
 
 
-@every_layer
+@every_case
 def test_a_sequence_of_padding_gives_zeros_and_trains(case):
     x, mask = sequence(), np.arange(LENGTH) < [[LENGTH], [0]]
     layer = case.layer(use_bias=False)
@@ -502,7 +510,7 @@ def test_a_sequence_of_padding_gives_zeros_and_trains(case):
         assert np.isfinite(to_numpy(weight.value)).all(), weight.path
 
 
-@every_layer
+@every_class
 def test_bad_masks_are_refused(case):
     layer, x = case.layer(), sequence()
     name = case.cls.__name__
@@ -520,7 +528,7 @@ def test_bad_masks_are_refused(case):
         layer(x, x, mask=np.ones((2, LENGTH), bool))
 
 
-@cases_with("attention_mask")
+@classes_with("attention_mask")
 def test_attention_masks_of_every_shape_and_kind(case):
     layer, x = case.layer(), sequence()
     mask = np.random.default_rng(1).random((LENGTH, LENGTH)) < 0.6
@@ -544,7 +552,7 @@ def test_attention_masks_of_every_shape_and_kind(case):
         layer(x, attention_mask=mask.astype("float32"))
 
 
-@cases_with("attention_mask")
+@classes_with("attention_mask")
 def test_keys_that_no_query_may_see_may_hold_anything(case):
     layer, x = case.layer(), sequence()
     mask = np.ones((2, 1, LENGTH), bool)
@@ -555,7 +563,7 @@ def test_keys_that_no_query_may_see_may_hold_anything(case):
     close(layer(x, value, attention_mask=mask), expected)
 
 
-@every_layer
+@every_class
 @pytest.mark.parametrize(
     "option",
     ["attention_mask", "use_causal_mask", "return_attention_scores", "state"],
@@ -592,7 +600,7 @@ def test_no_position_sees_the_future(case):
         assert np.abs(a - b)[0, 6:].max(axis=-1).min() > 0
 
 
-@cases_with("use_causal_mask", "dropout")
+@classes_with("use_causal_mask", "dropout")
 def test_no_position_sees_the_future_in_training(case):
     x = sequence()
     changed = x.copy()
@@ -606,7 +614,7 @@ def test_no_position_sees_the_future_in_training(case):
     close(layer(x, **options)[:, :6], twin(changed, **options)[:, :6])
 
 
-@cases_with("use_causal_mask")
+@classes_with("use_causal_mask")
 def test_causal_attention_needs_equal_lengths(case):
     layer = case.layer()
     for make in (sequence, lambda n: keras.KerasTensor((2, n, FEATURES))):
@@ -657,7 +665,7 @@ def test_what_padding_holds_leaves_no_trace_in_the_state(case):
     keras.tree.map_structure(close, state, expected)
 
 
-@cases_with("state")
+@classes_with("state")
 def test_streaming_refuses_what_it_cannot_honour(case):
     layer, x = case.layer(), sequence()
     state = layer.initial_state(2, max_length=LENGTH)
@@ -698,7 +706,7 @@ def test_scores_are_weights_and_change_nothing(case):
 # Training
 
 
-@every_layer
+@every_case
 def test_gradients_reach_every_weight(case):
     inputs = keras.Input((LENGTH, FEATURES))
     model = keras.Model(inputs, case.layer()(inputs))
@@ -712,7 +720,7 @@ def test_gradients_reach_every_weight(case):
             assert (new != old).any(), weight.path
 
 
-@cases_with("dropout")
+@classes_with("dropout")
 def test_dropout_acts_in_training_only(case):
     layer, x = case.layer(dropout=0.5), sequence()
     plain = case.layer()
@@ -725,7 +733,7 @@ def test_dropout_acts_in_training_only(case):
     assert np.abs(difference).max() > 1e-3
 
 
-@every_layer
+@every_class
 def test_inference_is_deterministic(case):
     inputs = keras.Input((LENGTH, FEATURES))
     model = keras.Model(inputs, case.layer()(inputs))
@@ -735,7 +743,7 @@ def test_inference_is_deterministic(case):
     )
 
 
-@every_layer
+@every_case
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_half_precision(case, policy):
     layer, x = case.layer(dtype=policy), ops.convert_to_tensor(sequence())
@@ -758,7 +766,7 @@ def test_half_precision(case, policy):
 # Saving
 
 
-@every_layer
+@every_class
 def test_saved_model_is_the_same_model(case, tmp_path):
     inputs = keras.Input((None, FEATURES))
     # two of a kind, so that neither takes the other's weights
