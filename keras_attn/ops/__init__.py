@@ -19,12 +19,16 @@ from keras_attn.ops.key_value_cache import key_value_cache_mask
 from keras_attn.ops.key_value_cache import update_key_value_cache
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
+from keras_attn.ops.sparse_transformer import fixed_sparse_attention
+from keras_attn.ops.sparse_transformer import strided_sparse_attention
 
 __all__ = [
     "dense_mask",
     "dot_product_attention",
+    "fixed_sparse_attention",
     "key_value_cache",
     "key_value_cache_mask",
     "masked_softmax",
+    "strided_sparse_attention",
     "update_key_value_cache",
 ]
