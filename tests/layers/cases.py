@@ -11,13 +11,15 @@ class Case:
     """A layer and the arguments to try it with.
 
     `cross` tells whether query and value may differ in length, and `idle`
-    names weights that one step of training need not move.
+    names weights that one step of training need not move. `blind` tells
+    whether causal queries may be left without any key.
     """
 
     cls: type
     kwargs: dict = dataclasses.field(default_factory=dict)
     cross: bool = True
     idle: tuple = ()
+    blind: bool = False
 
     def __str__(self):
         values = (f"{k}={v}" for k, v in self.kwargs.items())
@@ -40,4 +42,35 @@ CASES = [
     # a key bias shifts all scores of a query alike, and so has no effect
     Case(layers.MultiHeadAttention, idle=("key/bias",)),
     Case(layers.MultiHeadAttention, {"value_dim": 7}, idle=("key/bias",)),
+    Case(
+        layers.StridedSparseAttention,
+        {"stride": 4},
+        cross=False,
+        idle=("key/bias",),
+    ),
+    Case(
+        layers.StridedSparseAttention,
+        {"stride": 3, "heads": "merged", "value_dim": 7},
+        cross=False,
+        idle=("key/bias",),
+    ),
+    Case(
+        layers.FixedSparseAttention,
+        {"block_size": 4, "num_summary": 2},
+        cross=False,
+        idle=("key/bias",),
+        blind=True,
+    ),
+    Case(
+        layers.FixedSparseAttention,
+        {
+            "block_size": 3,
+            "num_summary": 1,
+            "num_subblocks": 3,
+            "heads": "merged",
+            "value_dim": 7,
+        },
+        cross=False,
+        idle=("key/bias",),
+    ),
 ]
