@@ -17,6 +17,8 @@ from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.key_value_cache import key_value_cache
 from keras_attn.ops.key_value_cache import key_value_cache_mask
 from keras_attn.ops.key_value_cache import update_key_value_cache
+from keras_attn.ops.lsh import lsh_attention
+from keras_attn.ops.lsh import lsh_buckets
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
 from keras_attn.ops.sparse_transformer import fixed_sparse_attention
@@ -28,6 +30,8 @@ __all__ = [
     "fixed_sparse_attention",
     "key_value_cache",
     "key_value_cache_mask",
+    "lsh_attention",
+    "lsh_buckets",
     "masked_softmax",
     "strided_sparse_attention",
     "update_key_value_cache",

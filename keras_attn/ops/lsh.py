@@ -1,0 +1,397 @@
+"""Locality-sensitive hashing attention (https://arxiv.org/abs/2001.04451)."""
+
+import functools
+import math
+
+import numpy as np
+from keras import ops
+
+from keras_attn.ops.masks import at_least_float32
+from keras_attn.ops.masks import check_equal_lengths
+from keras_attn.ops.masks import masked_softmax
+
+# columns of a rotation, enough for any automatic number of buckets
+AUTOMATIC_COLUMNS = 64
+_MOST_BITS = 20
+# the bucket of padding, behind all others
+_LAST_BUCKET = 2**24
+_LOWEST = -1e9
+
+
+def lsh_buckets(query, rotations, num_buckets=None, bucket_size=64):
+    """Hashes positions such that similar queries share a bucket.
+
+    A query is projected onto random directions; its bucket is the direction,
+    or the opposite of one, that it is most similar to (section 2.3 of the
+    paper). The hash does not depend on the length of the query.
+
+    Args:
+        query: Tensor of shape `(B, T, N, H)`.
+        rotations: Tensor of shape `(N, H, R, columns)`, random directions for
+            each of `R` rounds. Half as many columns as there are buckets are
+            used, or half the sum of their factors; there may be more.
+        num_buckets: Even integer, or a tuple of even factors of the number of
+            buckets, each of which is hashed on its own: this needs fewer
+            columns. `None` stands for the largest power of two that is at most
+            `2 * T / bucket_size`, in as many factors as keep the columns at
+            `AUTOMATIC_COLUMNS`.
+        bucket_size: Integer, the chunk size that `None` aims at.
+
+    Returns:
+        Integer tensor of shape `(B, N, R, T)`, from 0 to below the number of
+        buckets.
+    """
+    rotated = ops.einsum(
+        "btnh,nhrk->bnrtk",
+        ops.stop_gradient(at_least_float32(query)),
+        ops.stop_gradient(at_least_float32(rotations)),
+    )
+    if num_buckets is not None:
+        if isinstance(num_buckets, int):
+            num_buckets = (num_buckets,)
+        return _combine_hashes(rotated, [n // 2 for n in num_buckets])
+    length = ops.shape(query)[1]
+    if isinstance(length, int):
+        bits = (2 * (length // bucket_size)).bit_length() - 1
+        return _combine_hashes(rotated, _automatic_halves(bits))
+    # a length that is unknown until the program runs decides as it runs
+    sizes = bucket_size * 2 ** np.arange(_MOST_BITS)
+    bits = ops.sum(ops.cast(ops.convert_to_tensor(length) >= sizes, "int32"))
+    return ops.switch(
+        ops.clip(bits, 0, _MOST_BITS),
+        [
+            functools.partial(_combine_hashes, halves=_automatic_halves(bits))
+            for bits in range(_MOST_BITS + 1)
+        ],
+        rotated,
+    )
+
+
+def _automatic_halves(bits):
+    """Halves of the factors of `2 ** bits` buckets, of which there are two."""
+    bits = max(1, min(_MOST_BITS, bits))
+    for count in range(1, bits + 1):
+        small, rest = divmod(bits, count)
+        powers = [small] * (count - rest) + [small + 1] * rest
+        halves = [2 ** (power - 1) for power in powers]
+        if sum(halves) <= AUTOMATIC_COLUMNS:
+            return halves
+
+
+def _combine_hashes(rotated, halves):
+    """Hashes with a few columns each; the first hash counts units."""
+    bucket, unit, start = 0, 1, 0
+    for half in halves:
+        columns = rotated[..., start : start + half]
+        columns = ops.concatenate([columns, -columns], axis=-1)
+        digit = ops.cast(ops.argmax(columns, axis=-1), "int32")
+        bucket = bucket + unit * digit
+        unit, start = unit * 2 * half, start + half
+    return bucket
+
+
+def lsh_attention(
+    query,
+    value,
+    buckets,
+    bucket_size,
+    chunks_before=1,
+    chunks_after=0,
+    wrap=False,
+    attend_across_buckets=True,
+    allow_duplicates=True,
+    prefix_consistent=False,
+    padding_mask=None,
+    use_causal_mask=False,
+    key=None,
+    start=None,
+    dropout=None,
+    return_attention_scores=False,
+):
+    """Softmax attention among positions that fall into the same buckets.
+
+    Queries serve as keys too, scaled to unit length. In each round of hashing,
+    positions are sorted by bucket and cut into chunks of `bucket_size`; a
+    query sees its own chunk and those around it, except itself, which it sees
+    only if there is nothing else in any round. All rounds share one softmax
+    (equations 7 to 10 of the paper). Time and memory grow as
+    `T * bucket_size`, times the rounds and the chunks that are seen.
+
+    Args:
+        query: Tensor of shape `(B, T, N, H)`.
+        value: Tensor of shape `(B, T, N, V)`.
+        buckets: Integer tensor of shape `(B, N, R, T)`, the bucket of each
+            position in each of `R` rounds, as `lsh_buckets()` returns it.
+        bucket_size: Positive integer, the number of positions in a chunk.
+        chunks_before: Number of chunks before its own that a query sees.
+        chunks_after: Number of chunks after its own that a query sees.
+        wrap: Whether the first chunk of a round comes after the last one of
+            the round before, and that of the first round after the last one
+            of all. Published programs do this, the paper does not.
+        attend_across_buckets: Whether a query sees positions of other buckets
+            that lie in its chunks.
+        allow_duplicates: Whether a key that a query meets several times, in
+            different rounds, counts as often. Otherwise it counts once
+            (equation 16 of the paper).
+        prefix_consistent: Whether a query sees, in each round, the last
+            `chunks_before * bucket_size` positions of its own bucket, and no
+            chunks. What a query sees then depends on earlier positions only.
+            It needs `use_causal_mask`.
+        padding_mask: Boolean tensor of shape `(B, T)`, `True` for the
+            positions that may be attended.
+        use_causal_mask: Whether to hide the positions after a query's.
+        key: Tensor of shape `(B, S, N, H)`, the queries of all positions, if
+            `query` holds only some of them. All arguments but `query` then
+            have length `S`, and all pairs of queries and keys are scored.
+        start: Integer or scalar integer tensor, the position of the first
+            query among the keys.
+        dropout: Callable applied to the attention weights.
+        return_attention_scores: Whether to return the attention weights too,
+            as they are before dropout. This scores all pairs, at more than
+            the cost of full attention.
+
+    Returns:
+        Tensor of shape `(B, T, N, V)`. A query that sees no key gets zeros.
+        With `return_attention_scores`, a tuple of it and of the weights, of
+        shape `(B, N, T, T)`.
+    """
+    if prefix_consistent and not use_causal_mask:
+        raise ValueError("`prefix_consistent` needs `use_causal_mask`.")
+    score_all_pairs = return_attention_scores or key is not None
+    key = query if key is None else key
+    check_equal_lengths("`lsh_attention`", key, value)
+    if key.shape[1] is not None:
+        bucket_size = min(bucket_size, key.shape[1])
+    length, num_rounds = ops.shape(key)[1], buckets.shape[2]
+    num_chunks = (length + bucket_size - 1) // bucket_size
+    padding = [(0, 0), (0, num_chunks * bucket_size - length)]
+    if padding_mask is None:
+        padding_mask = ops.ones(ops.shape(key)[:2], dtype="bool")
+    padding_mask = ops.pad(ops.cast(padding_mask, "bool"), padding)
+
+    # the sort is stable, and leaves padding at the end, out of the way
+    buckets = ops.pad(buckets, [(0, 0), (0, 0), *padding])
+    buckets = ops.where(padding_mask[:, None, None], buckets, _LAST_BUCKET)
+    order = ops.argsort(buckets, axis=-1)  # (B, N, R, P)
+    slots = ops.argsort(order, axis=-1)
+    places = slots if prefix_consistent else slots // bucket_size
+    one_bucket = prefix_consistent or not attend_across_buckets
+
+    def count_visits(queries, keys):
+        """How often queries meet keys, given their places and buckets.
+
+        These are lists with an entry for each round, which broadcast.
+        """
+        count = 0
+        for i, (place, bucket) in enumerate(queries):
+            for j, (key_place, key_bucket) in enumerate(keys):
+                if i != j and (one_bucket or not wrap):
+                    continue
+                distance = place - key_place
+                if prefix_consistent:
+                    reach = chunks_before * bucket_size
+                    visits = (distance >= 0) & (distance <= reach)
+                elif wrap:
+                    distance = distance + (i - j) * num_chunks
+                    visits = sum(
+                        ops.cast(
+                            (distance - look) % (num_rounds * num_chunks) == 0,
+                            "int32",
+                        )
+                        for look in range(-chunks_after, chunks_before + 1)
+                    )
+                else:
+                    visits = (distance >= -chunks_after) & (
+                        distance <= chunks_before
+                    )
+                visits = ops.cast(visits, "int32")
+                if one_bucket:
+                    visits = visits * ops.cast(bucket == key_bucket, "int32")
+                count = count + visits
+        return count
+
+    if score_all_pairs:
+        queries = ops.arange(ops.shape(query)[1], dtype="int32")
+        queries = queries if start is None else queries + start
+        keys = ops.arange(length, dtype="int32")
+        key_rounds = [
+            (places[:, :, i, None, :length], buckets[:, :, i, None, :length])
+            for i in range(num_rounds)
+        ]
+        query_rounds = [
+            [ops.swapaxes(ops.take(x, queries, axis=-1), 2, 3) for x in pair]
+            for pair in key_rounds
+        ]
+        exists = padding_mask[:, None, None, :length]
+        return _attend_all_pairs(
+            query,
+            key,
+            value,
+            ops.where(exists, count_visits(query_rounds, key_rounds), 0),
+            queries[:, None],
+            keys,
+            allow_duplicates,
+            use_causal_mask,
+            dropout,
+            return_attention_scores,
+        )
+
+    def to_chunks(x):
+        """Cuts what is sorted, `(B, N, R, P, ...)`, into chunks."""
+        batch, heads, _, _, *rest = ops.shape(x)
+        return ops.reshape(
+            x, (batch, heads, num_rounds, num_chunks, bucket_size, *rest)
+        )
+
+    def sort(x):
+        """Sorts `(B, T, N, ...)` into `(B, N, R, C, W, ...)`."""
+        x = ops.pad(x, [*padding, (0, 0), (0, 0)])
+        return to_chunks(_sort_rows(x, order))
+
+    def look(x, fill=0):
+        """Joins the chunks that each chunk sees, along the axis `W`."""
+        return _with_neighbours(x, chunks_before, chunks_after, wrap, fill)
+
+    num_real = ops.sum(ops.cast(padding_mask, "int32"), axis=1)
+    is_real = ops.arange(num_chunks * bucket_size) < num_real[:, None]
+    queries = to_chunks(order)[..., None]
+    keys = to_chunks(ops.where(is_real[:, None, None], order, -1))
+    keys = look(keys, -1)[..., None, :]
+    visible = keys < queries if use_causal_mask else keys != queries
+    visible = visible & (keys >= 0)
+    if one_bucket:
+        # rounds that lie on a ring must not take each other's for their own
+        labels = ops.take_along_axis(buckets, order, axis=-1) * num_rounds
+        labels = labels + ops.arange(num_rounds, dtype="int32")[:, None]
+        labels = to_chunks(labels)
+        visible = visible & (labels[..., None] == look(labels)[..., None, :])
+    if prefix_consistent:
+        # chunks only arrange the keys: as many places back for every query
+        distance = np.arange(bucket_size)[:, None] - np.arange(
+            -chunks_before * bucket_size, bucket_size
+        )
+        visible = visible & (distance <= chunks_before * bucket_size)
+
+    size = query.shape[-1]
+    rows = sort(ops.concatenate([query, value], axis=-1))
+    query, value = rows[..., :size], rows[..., size:]
+    scores = ops.einsum(
+        "bnrcqh,bnrckh->bnrcqk",
+        at_least_float32(query),
+        look(_unit_keys(query)),
+    )
+    if not allow_duplicates:
+        rounds = [
+            ops.transpose(x[..., :length], (0, 3, 1, 2))
+            for x in (places, buckets)
+        ]
+        rounds = [sort(x) for x in rounds]  # (B, N, R, C, W, R)
+        count = count_visits(
+            [[x[..., i][..., None] for x in rounds] for i in range(num_rounds)],
+            [
+                [look(x)[..., i][..., None, :] for x in rounds]
+                for i in range(num_rounds)
+            ],
+        )
+        count = ops.cast(ops.maximum(count, 1), scores.dtype)
+        scores = scores - ops.log(count)
+
+    # a query sees itself if it sees nothing else, now here, then anywhere
+    is_alone = ops.logical_not(ops.any(visible, axis=-1, keepdims=True))
+    visible = visible | (is_alone & (keys == queries))
+    scores = ops.where(visible, scores, _LOWEST)
+    highest = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
+    weights = ops.where(visible, ops.exp(scores - highest), 0.0)
+    total = ops.sum(weights, axis=-1, keepdims=True)
+    weights = ops.cast(weights, value.dtype)
+    weights = weights if dropout is None else dropout(weights)
+    output = ops.einsum("bnrcqk,bnrckv->bnrcqv", weights, look(value))
+    output = ops.cast(output, scores.dtype)
+    highest = ops.where(is_alone, _LOWEST, highest)
+    output = ops.concatenate([output, total, highest], axis=-1)
+    output = _unsort_rows(output, slots[..., :length])  # (B, T, N, R, V + 2)
+    highest = output[..., -1:]
+    share = ops.exp(highest - ops.max(highest, axis=3, keepdims=True))
+    output = ops.sum(share * output[..., :-1], axis=3)
+    total = output[..., -1:]
+    output = output[..., :-1] / ops.where(total > 0, total, 1.0)
+    return ops.cast(output, value.dtype)
+
+
+def _attend_all_pairs(
+    query,
+    key,
+    value,
+    count,
+    queries,
+    keys,
+    allow_duplicates,
+    use_causal_mask,
+    dropout,
+    return_attention_scores,
+):
+    """Attends to keys that are met `count` times, a `(B, N, T, S)` tensor."""
+    visible = keys < queries if use_causal_mask else keys != queries
+    visible = visible & (count > 0)
+    is_alone = ops.logical_not(ops.any(visible, axis=-1, keepdims=True))
+    visible = visible | (is_alone & (keys == queries) & (count > 0))
+    scores = ops.einsum(
+        "btnh,bsnh->bnts", at_least_float32(query), _unit_keys(key)
+    )
+    if allow_duplicates:
+        count = ops.cast(ops.maximum(count, 1), scores.dtype)
+        scores = scores + ops.log(count)
+    weights = ops.cast(masked_softmax(scores, visible), value.dtype)
+    dropped = weights if dropout is None else dropout(weights)
+    output = ops.einsum("bnts,bsnv->btnv", dropped, value)
+    return (output, weights) if return_attention_scores else output
+
+
+def _unit_keys(query):
+    """Queries as keys, which are scaled to length 1."""
+    query = at_least_float32(query)
+    mean = ops.mean(ops.square(query), axis=-1, keepdims=True)
+    return query * ops.rsqrt(mean + 1e-6) / math.sqrt(query.shape[-1])
+
+
+def _sort_rows(x, order):
+    """Gathers `(B, T, N, F)` in an order `(B, N, R, T)`, once per round."""
+    batch, length, heads, size = ops.shape(x)
+    sequences = ops.arange(batch, dtype="int32")[:, None, None, None]
+    head = ops.arange(heads, dtype="int32")[:, None, None]
+    rows = (sequences * length + order) * heads + head
+    return ops.take(ops.reshape(x, (-1, size)), rows, axis=0)
+
+
+def _unsort_rows(x, slots):
+    """Gathers from `(B, N, R, C, W, F)` the rows in slots `(B, N, R, T)`.
+
+    Returns a tensor of shape `(B, T, N, R, F)`.
+    """
+    batch, heads, rounds, chunks, chunk_size, size = ops.shape(x)
+    sorts = ops.arange(batch * heads * rounds, dtype="int32")
+    sorts = ops.reshape(sorts, (batch, heads, rounds, 1))
+    rows = ops.transpose(sorts * chunks * chunk_size + slots, (0, 3, 1, 2))
+    return ops.take(ops.reshape(x, (-1, size)), rows, axis=0)
+
+
+def _with_neighbours(x, before, after, wrap, fill):
+    """Joins chunks `(B, N, R, C, W, ...)` to those around them, along `W`."""
+    if not before and not after:
+        return x
+    batch, heads, rounds, chunks, *rest = ops.shape(x)
+    if wrap:
+        ring = ops.reshape(x, (batch, heads, rounds * chunks, *rest))
+        looks = [
+            ops.reshape(ops.roll(ring, -shift, axis=2), ops.shape(x))
+            for shift in range(-before, after + 1)
+        ]
+    else:
+        widths = [(0, 0)] * len(x.shape)
+        widths[3] = (before, after)
+        x = ops.pad(x, widths, constant_values=fill)
+        looks = [
+            x[:, :, :, shift : shift + chunks]
+            for shift in range(before + after + 1)
+        ]
+    return ops.concatenate(looks, axis=4)
