@@ -38,9 +38,9 @@ class LSHAttention(AttentionLayer):
         num_hashes: Positive integer, the number of rounds of hashing. More
             rounds miss fewer of the similar positions, at more cost.
         num_buckets: Even integer, or a list of even factors, the number of
-            buckets. By default it follows the length of each input: the
-            largest power of two up to `2 * T / bucket_size`, factorized where
-            it exceeds 128.
+            buckets. By default it follows the length of each sequence without
+            its padding: the largest power of two up to `2 * L / bucket_size`,
+            factorized where it exceeds 128.
         chunks_before: How many chunks before its own a position sees.
         chunks_after: How many chunks after its own a position sees.
         wrap: Whether the chunks of all rounds lie on a ring, so that the first
@@ -114,6 +114,8 @@ class LSHAttention(AttentionLayer):
         **kwargs,
     ):
         super().__init__(num_heads, key_dim, **kwargs)
+        if not prefix_consistent:
+            self._options = tuple(x for x in self._options if x != "state")
         if max_num_hashes is None:
             max_num_hashes = max(num_hashes, 8)
         check_positive_integers(
@@ -228,6 +230,7 @@ class LSHAttention(AttentionLayer):
             ops.convert_to_tensor(self.rotations)[:, :, :num_rounds],
             self.num_buckets,
             self.bucket_size,
+            padding_mask,
         )
         options = {
             "bucket_size": self.bucket_size,
@@ -249,7 +252,6 @@ class LSHAttention(AttentionLayer):
                 prefix_consistent=self.prefix_consistent and use_causal_mask,
                 **options,
             )
-        self._check_stream()
         chunk = {"query": query, "value": value}
         chunk["buckets"] = ops.transpose(buckets, (0, 3, 1, 2))
         start = state["length"]
@@ -280,7 +282,12 @@ class LSHAttention(AttentionLayer):
             Dictionary of tensors, for the call argument `state`. See
             `keras_attn.ops.key_value_cache`.
         """
-        self._check_stream()
+        if not self.prefix_consistent:
+            raise ValueError(
+                f"`{type(self).__name__}` has no streaming form unless it is "
+                "`prefix_consistent`: later positions would change what "
+                "earlier ones see."
+            )
         check_positive_integers(
             self, batch_size=batch_size, max_length=max_length
         )
@@ -300,13 +307,10 @@ class LSHAttention(AttentionLayer):
         )
         return {**state, **buckets}
 
-    def _check_stream(self):
-        if not self.prefix_consistent:
-            raise ValueError(
-                f"`{type(self).__name__}` can stream only if it is "
-                "`prefix_consistent`: otherwise, later positions change what "
-                "earlier ones see."
-            )
+    def attention_scores_shape(self, query_shape, value_shape, state=None):
+        if state is not None:
+            value_shape = state["padding_mask"].shape
+        return super().attention_scores_shape(query_shape, value_shape)
 
     def get_config(self):
         config = {

@@ -121,6 +121,11 @@ class StridedSparseAttention(AttentionLayer):
         """
         return _initial_state(self, batch_size, max_length)
 
+    def attention_scores_shape(self, query_shape, value_shape, state=None):
+        if state is not None:
+            value_shape = state["padding_mask"].shape
+        return super().attention_scores_shape(query_shape, value_shape)
+
     def get_config(self):
         config = {"stride": self.stride, "heads": self.heads}
         return {**super().get_config(), **config}
@@ -276,6 +281,11 @@ class FixedSparseAttention(AttentionLayer):
             `keras_attn.ops.key_value_cache`.
         """
         return _initial_state(self, batch_size, max_length)
+
+    def attention_scores_shape(self, query_shape, value_shape, state=None):
+        if state is not None:
+            value_shape = state["padding_mask"].shape
+        return super().attention_scores_shape(query_shape, value_shape)
 
     def get_config(self):
         config = {

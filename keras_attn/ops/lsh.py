@@ -1,6 +1,5 @@
 """Locality-sensitive hashing attention (https://arxiv.org/abs/2001.04451)."""
 
-import functools
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import check_equal_lengths
 from keras_attn.ops.masks import masked_softmax
 
-# columns of a rotation, enough for any automatic number of buckets
+# columns that are enough for 2 ** 20 buckets, the most that there may be
 AUTOMATIC_COLUMNS = 64
 _MOST_BITS = 20
 # the bucket of padding, behind all others
@@ -18,28 +17,31 @@ _LAST_BUCKET = 2**24
 _LOWEST = -1e9
 
 
-def lsh_buckets(query, rotations, num_buckets=None, bucket_size=64):
-    """Hashes positions such that similar queries share a bucket.
+def lsh_buckets(
+    query, rotations, num_buckets=None, bucket_size=64, padding_mask=None
+):
+    """Hashes positions such that similar queries are likely to share a bucket.
 
-    A query is projected onto random directions; its bucket is the direction,
-    or the opposite of one, that it is most similar to (section 2.3 of the
-    paper). The hash does not depend on the length of the query.
+    A query is compared with random directions; its bucket is the direction, or
+    the opposite of one, that it is most similar to (section 2 of the paper).
+    How long a query is as a vector makes no difference.
 
     Args:
         query: Tensor of shape `(B, T, N, H)`.
         rotations: Tensor of shape `(N, H, R, columns)`, random directions for
-            each of `R` rounds. Half as many columns as there are buckets are
-            used, or half the sum of their factors; there may be more.
+            each of `R` rounds. There must be half as many columns as buckets,
+            or half the sum of their factors; more are ignored.
         num_buckets: Even integer, or a tuple of even factors of the number of
-            buckets, each of which is hashed on its own: this needs fewer
-            columns. `None` stands for the largest power of two that is at most
-            `2 * T / bucket_size`, in as many factors as keep the columns at
-            `AUTOMATIC_COLUMNS`.
-        bucket_size: Integer, the chunk size that `None` aims at.
+            buckets: each has a hash of its own, which saves columns. `None`
+            stands for the largest power of two up to `2 * L / bucket_size`
+            for a sequence of `L` positions without padding, factorized such
+            that `AUTOMATIC_COLUMNS` are enough.
+        bucket_size: Integer that `None` refers to.
+        padding_mask: Boolean tensor of shape `(B, T)` that `None` refers to,
+            `True` for the positions that are not padding.
 
     Returns:
-        Integer tensor of shape `(B, N, R, T)`, from 0 to below the number of
-        buckets.
+        Integer tensor of shape `(B, N, R, T)`.
     """
     rotated = ops.einsum(
         "btnh,nhrk->bnrtk",
@@ -50,26 +52,31 @@ def lsh_buckets(query, rotations, num_buckets=None, bucket_size=64):
         if isinstance(num_buckets, int):
             num_buckets = (num_buckets,)
         return _combine_hashes(rotated, [n // 2 for n in num_buckets])
-    length = ops.shape(query)[1]
+    length, most_bits = ops.shape(query)[1], _MOST_BITS
     if isinstance(length, int):
-        bits = (2 * (length // bucket_size)).bit_length() - 1
-        return _combine_hashes(rotated, _automatic_halves(bits))
-    # a length that is unknown until the program runs decides as it runs
-    sizes = bucket_size * 2 ** np.arange(_MOST_BITS)
-    bits = ops.sum(ops.cast(ops.convert_to_tensor(length) >= sizes, "int32"))
-    return ops.switch(
-        ops.clip(bits, 0, _MOST_BITS),
-        [
-            functools.partial(_combine_hashes, halves=_automatic_halves(bits))
-            for bits in range(_MOST_BITS + 1)
-        ],
-        rotated,
-    )
+        most_bits = (2 * (length // bucket_size)).bit_length() - 1
+        most_bits = max(1, min(most_bits, _MOST_BITS))
+        if padding_mask is None:
+            return _combine_hashes(rotated, _automatic_halves(most_bits))
+    if padding_mask is None:
+        length = ops.convert_to_tensor(length)
+    else:
+        length = ops.sum(ops.cast(padding_mask, "int32"), axis=1)
+        length = length[:, None, None, None]
+    # padding must not count, or else it would change the buckets of the rest:
+    # each sequence picks its own number of them
+    buckets = _combine_hashes(rotated, _automatic_halves(1))
+    for bits in range(2, most_bits + 1):
+        buckets = ops.where(
+            length >= bucket_size * 2 ** (bits - 1),
+            _combine_hashes(rotated, _automatic_halves(bits)),
+            buckets,
+        )
+    return buckets
 
 
 def _automatic_halves(bits):
-    """Halves of the factors of `2 ** bits` buckets, of which there are two."""
-    bits = max(1, min(_MOST_BITS, bits))
+    """Halves of the factors of `2 ** bits` buckets."""
     for count in range(1, bits + 1):
         small, rest = divmod(bits, count)
         powers = [small] * (count - rest) + [small + 1] * rest

@@ -12,7 +12,11 @@ class Case:
 
     `cross` tells whether query and value may differ in length, and `idle`
     names weights that one step of training need not move. `blind` tells
-    whether causal queries may be left without any key.
+    whether causal queries may be left without any key, `lacks` names options
+    that the arguments rule out, and `is_consistent` tells whether a causal
+    output depends on earlier positions alone. `sorts` tells whether positions
+    are sorted by what they hold: then later ones decide which of the weights
+    of earlier ones are dropped, and rounding which ones a position sees.
     """
 
     cls: type
@@ -20,6 +24,9 @@ class Case:
     cross: bool = True
     idle: tuple = ()
     blind: bool = False
+    lacks: tuple = ()
+    is_consistent: bool = True
+    sorts: bool = False
 
     def __str__(self):
         values = (f"{k}={v}" for k, v in self.kwargs.items())
@@ -34,8 +41,9 @@ class Case:
 
     @property
     def options(self):
-        """Names of the options that `attend()` supports."""
-        return set(inspect.signature(self.cls.attend).parameters)
+        """Names of the options that the layer supports."""
+        options = inspect.signature(self.cls.attend).parameters
+        return set(options).difference(self.lacks)
 
 
 CASES = [
@@ -72,5 +80,41 @@ CASES = [
         },
         cross=False,
         idle=("key/bias",),
+    ),
+    Case(  # one chunk, in which nothing can move
+        layers.LSHAttention,
+        {"bucket_size": 16},
+        cross=False,
+        sorts=True,
+        lacks=("state",),
+    ),
+    Case(
+        layers.LSHAttention,
+        {"bucket_size": 3, "num_hashes": 3, "value_dim": 7},
+        cross=False,
+        sorts=True,
+        lacks=("state",),
+        is_consistent=False,
+    ),
+    Case(
+        layers.LSHAttention,
+        {
+            "bucket_size": 2,
+            "num_buckets": (2, 4),
+            "chunks_after": 1,
+            "wrap": True,
+            "attend_across_buckets": False,
+            "allow_duplicates": False,
+        },
+        cross=False,
+        sorts=True,
+        lacks=("state",),
+        is_consistent=False,
+    ),
+    Case(
+        layers.LSHAttention,
+        {"bucket_size": 3, "num_buckets": 4, "prefix_consistent": True},
+        cross=False,
+        sorts=True,
     ),
 ]

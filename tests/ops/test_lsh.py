@@ -1,7 +1,6 @@
 import functools
 import json
 
-import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -11,7 +10,6 @@ from keras_attn.ops import lsh_buckets
 from tests import golden
 from tests.backend import gradients
 from tests.backend import run
-from tests.backend import to_numpy
 from tests.memory import largest_intermediate
 from tests.memory import on_jax
 from tests.reference import lsh
@@ -346,3 +344,181 @@ def test_matches_the_dense_oracle(name):
 
     gradient, *_ = gradients(loss, x, *kernels)
     np.testing.assert_allclose(gradient, data["grad_hidden_states"], atol=2e-4)
+
+
+def test_rounds_of_one_bucket_see_the_neighbours_in_the_sequence():
+    """One bucket leaves the order alone: chunks of two and the one before."""
+    query = np.zeros((1, 6, 1, 3), "float32")
+    value = np.array([3.0, 6.0, 9.0, 12.0, 15.0, 18.0], "float32")
+    buckets = np.zeros((1, 1, 2, 6), "int32")
+    output = run(
+        functools.partial(lsh_attention, bucket_size=2, use_causal_mask=True),
+        query,
+        value.reshape(1, 6, 1, 1),
+        buckets,
+    )
+    # the first sees itself, for want of others
+    expected = [3.0, 3.0, 4.5, 6.0, 10.5, 12.0]
+    np.testing.assert_allclose(output[0, :, 0, 0], expected, rtol=1e-6)
+
+
+def test_buckets_are_the_nearest_directions():
+    query = np.array([[2, 1], [-1, 3], [-2, 1], [0, -1]], "float32")
+    rotations = np.eye(2, dtype="float32")[None, :, None]
+    buckets = run(
+        functools.partial(lsh_buckets, num_buckets=4),
+        query[None, :, None],
+        rotations,
+    )
+    np.testing.assert_array_equal(buckets[0, 0, 0], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(1, 2), (31, 2), (64, 4), (127, 4), (128, 8), (2048, 128), (4096, 256)],
+)
+def test_automatic_buckets_follow_the_length_without_padding(length, expected):
+    rng = np.random.default_rng(0)
+    rotations = rng.normal(size=(1, 8, 1, 64)).astype("float32")
+    query = rng.normal(size=(1, 4096, 1, 8)).astype("float32")
+    padding = np.arange(4096)[None] < length
+    padded = run(
+        lambda *x: lsh_buckets(*x, bucket_size=32, padding_mask=padding),
+        query,
+        rotations,
+    )
+    bare = run(
+        functools.partial(lsh_buckets, bucket_size=32),
+        query[:, :length],
+        rotations,
+    )
+    np.testing.assert_array_equal(padded[..., :length], bare)
+    assert expected / 2 <= padded.max() < expected
+
+
+def test_padding_moves_nothing():
+    query, value, buckets = tensors(length=24)
+    op = functools.partial(lsh_attention, bucket_size=4, chunks_after=1)
+    padding = np.arange(24) < [[24], [13]]
+    padded = run(lambda *x: op(*x, padding_mask=padding), query, value, buckets)
+    bare = run(op, query[1:, :13], value[1:, :13], buckets[1:, ..., :13])
+    np.testing.assert_allclose(padded[1:, :13], bare, atol=1e-6)
+
+
+def test_what_is_earlier_is_all_that_counts_if_prefix_consistent():
+    query, value, buckets = tensors(length=29)
+    changed = [query.copy(), value.copy(), buckets.copy()]
+    changed[0][:, 17:] += 1
+    changed[1][:, 17:] += 1
+    changed[2][..., 17:] = 3 - changed[2][..., 17:]
+    for options in ({}, {"allow_duplicates": False}, {"chunks_before": 2}):
+        op = functools.partial(
+            lsh_attention,
+            bucket_size=4,
+            use_causal_mask=True,
+            prefix_consistent=True,
+            **options,
+        )
+        a, b = run(op, query, value, buckets), run(op, *changed)
+        np.testing.assert_allclose(a[:, :17], b[:, :17], atol=1e-6)
+    # which chunks are not
+    op = functools.partial(lsh_attention, bucket_size=4, use_causal_mask=True)
+    a, b = run(op, query, value, buckets), run(op, *changed)
+    assert np.abs(a - b)[:, :17].max() > 1e-2
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_are_those_of_all_pairs(options):
+    query, value, buckets = tensors(length=13)
+
+    def attend(query, value, return_attention_scores):
+        result = lsh_attention(
+            query,
+            value,
+            ops.convert_to_tensor(buckets),
+            bucket_size=4,
+            use_causal_mask=True,
+            return_attention_scores=return_attention_scores,
+            **options,
+        )
+        return ops.square(result[0] if return_attention_scores else result)
+
+    for actual, expected in zip(
+        gradients(lambda *x: attend(*x, False), query, value),
+        gradients(lambda *x: attend(*x, True), query, value),
+        strict=True,
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dropped_weights_lose_their_values():
+    arrays = tensors(length=13)
+    for options in ({}, {"return_attention_scores": True}):
+        output = run(
+            lambda *x, options=options: lsh_attention(
+                *x, bucket_size=4, dropout=ops.zeros_like, **options
+            ),
+            *arrays,
+        )
+        assert not (output[0] if options else output).any()
+
+
+def test_nothing_but_padding_gives_zeros():
+    query, value, buckets = tensors(length=13)
+    nothing = np.zeros((2, 13), bool)
+
+    def attend(query, value):
+        return lsh_attention(
+            query,
+            value,
+            ops.convert_to_tensor(buckets),
+            bucket_size=4,
+            padding_mask=nothing,
+        )
+
+    np.testing.assert_array_equal(run(attend, query, value), 0)
+    for gradient in gradients(attend, query, value):
+        np.testing.assert_array_equal(gradient, 0)
+
+
+def test_half_precision_keeps_scores_in_float32():
+    query, value, buckets = tensors(length=13)
+    halves = [x.astype("float16") for x in (40 * query, value)]
+    op = functools.partial(lsh_attention, bucket_size=4)
+    output = run(op, *halves, buckets)
+    expected = run(op, *(x.astype("float32") for x in halves), buckets)
+    assert output.dtype == "float16"
+    np.testing.assert_allclose(output, expected, atol=5e-3)
+
+
+def test_chunks_cannot_be_prefix_consistent_without_causality():
+    with pytest.raises(ValueError, match="use_causal_mask"):
+        lsh_attention(*tensors(5), bucket_size=4, prefix_consistent=True)
+
+
+@on_jax
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefix_consistent": True}, {"allow_duplicates": False}],
+    ids=str,
+)
+def test_memory_grows_as_the_length(options):
+    def largest(length):
+        query, value, _ = tensors(length)
+        rotations = np.ones((2, 5, 2, 64), "float32")
+
+        def attend(query, value):
+            buckets = lsh_buckets(query, rotations, bucket_size=16)
+            return lsh_attention(
+                query,
+                value,
+                buckets,
+                bucket_size=16,
+                use_causal_mask=True,
+                **options,
+            )
+
+        return largest_intermediate(attend, query, value)
+
+    for small, large in zip(largest(256), largest(1024), strict=True):
+        assert large <= 5 * small
