@@ -12,6 +12,8 @@ from keras_attn.ops import update_key_value_cache
 from keras_attn.ops.lsh import AUTOMATIC_COLUMNS
 from keras_attn.utils import check_positive_integers
 
+CAUSAL_BUCKETS = 16
+
 
 @keras.saving.register_keras_serializable(package="keras_attn")
 class LSHAttention(AttentionLayer):
@@ -26,10 +28,13 @@ class LSHAttention(AttentionLayer):
     memory grow as `T * bucket_size * num_hashes`.
 
     A position sees itself only if it sees nothing else. Sequences may be of
-    any length. Where a position lies depends on what the others hold: with
-    `use_causal_mask` no position attends to later ones, but later ones move
-    the borders of chunks, and so what it gets to see of the earlier ones. The
-    same holds of the published programs; `prefix_consistent` is the remedy.
+    any length.
+
+    In published programs, causal positions do not attend to later ones, but
+    these move the borders of the chunks, and so what the earlier ones see. By
+    default, this layer does without chunks in causal use: a position sees the
+    last `chunks_before * bucket_size` members of its own bucket. It depends
+    on earlier positions alone, at the same cost, and the layer can stream.
 
     Args:
         num_heads: Number of attention heads.
@@ -40,7 +45,10 @@ class LSHAttention(AttentionLayer):
         num_buckets: Even integer, or a list of even factors, the number of
             buckets. By default it follows the length of each sequence without
             its padding: the largest power of two up to `2 * L / bucket_size`,
-            factorized where it exceeds 128.
+            factorized where it exceeds 128. In causal use it has to be the
+            same at all lengths, and is 16 by default. A position then sees
+            back to about `num_buckets * bucket_size` positions: give more for
+            long sequences.
         chunks_before: How many chunks before its own a position sees.
         chunks_after: How many chunks after its own a position sees.
         wrap: Whether the chunks of all rounds lie on a ring, so that the first
@@ -51,10 +59,9 @@ class LSHAttention(AttentionLayer):
         allow_duplicates: Whether a position that is met in several rounds
             counts as often. Otherwise it counts once, as in equation 16 of the
             paper.
-        prefix_consistent: Whether a position sees the last
-            `chunks_before * bucket_size` members of its own bucket, instead of
-            chunks, in causal use. It then depends on earlier positions alone,
-            and the layer can stream. It needs a given `num_buckets`.
+        prefix_consistent: Whether causal positions see the last members of
+            their bucket, and no other buckets, instead of chunks. Defaults to
+            `True`, unless `wrap` or `chunks_after` ask for chunks.
         max_num_hashes: Positive integer, the most rounds that a call may ask
             for. Defaults to `num_hashes`, or to 8 if that is more.
         **kwargs: Further arguments of `keras_attn.layers.AttentionLayer`, such
@@ -71,7 +78,7 @@ class LSHAttention(AttentionLayer):
         return_attention_scores: Whether to return the attention weights too, a
             tensor of shape `(B, N, T, T)`. This costs more than full
             attention.
-        state: Streaming state, for `prefix_consistent` layers. Scores of a
+        state: Streaming state of a `prefix_consistent` layer. Scores of a
             streaming call have shape `(B, N, T, max_length)`.
 
     See `keras_attn.layers.AttentionLayer` for the padding masks.
@@ -109,13 +116,11 @@ class LSHAttention(AttentionLayer):
         wrap=False,
         attend_across_buckets=True,
         allow_duplicates=True,
-        prefix_consistent=False,
+        prefix_consistent=None,
         max_num_hashes=None,
         **kwargs,
     ):
         super().__init__(num_heads, key_dim, **kwargs)
-        if not prefix_consistent:
-            self._options = tuple(x for x in self._options if x != "state")
         if max_num_hashes is None:
             max_num_hashes = max(num_hashes, 8)
         check_positive_integers(
@@ -135,19 +140,20 @@ class LSHAttention(AttentionLayer):
         self.wrap = wrap
         self.attend_across_buckets = attend_across_buckets
         self.allow_duplicates = allow_duplicates
-        self.prefix_consistent = prefix_consistent
         self.max_num_hashes = max_num_hashes
-        if prefix_consistent and num_buckets is None:
+        needs_chunks = wrap or chunks_after > 0 or chunks_before == 0
+        if prefix_consistent is None:
+            prefix_consistent = not needs_chunks
+        if prefix_consistent and needs_chunks:
             raise ValueError(
-                f"`{type(self).__name__}` needs a number for `num_buckets` if "
-                "it is to be `prefix_consistent`: a number that follows the "
-                "length would depend on what comes later."
+                f"`{type(self).__name__}` cannot be `prefix_consistent` with "
+                f"chunks on a ring, after a position, or not before it. "
+                f"Received: wrap={wrap}, chunks_after={chunks_after}, "
+                f"chunks_before={chunks_before}"
             )
-        if prefix_consistent and not chunks_before:
-            raise ValueError(
-                f"`{type(self).__name__}` needs `chunks_before` of 1 or more "
-                "if it is to be `prefix_consistent`."
-            )
+        self.prefix_consistent = prefix_consistent
+        if not prefix_consistent:
+            self._options = tuple(x for x in self._options if x != "state")
         self._check_num_hashes(num_hashes)
 
     def _check_buckets(self, num_buckets):
@@ -223,12 +229,18 @@ class LSHAttention(AttentionLayer):
     ):
         num_hashes = self.num_hashes if num_hashes is None else num_hashes
         self._check_num_hashes(num_hashes)
+        is_causal = use_causal_mask or state is not None
+        prefix_consistent = self.prefix_consistent and is_causal
+        num_buckets = self.num_buckets
+        if num_buckets is None and prefix_consistent:
+            # a number that follows the length depends on later positions
+            num_buckets = CAUSAL_BUCKETS
         # a stream remembers all rounds, for later calls may ask for more
         num_rounds = num_hashes if state is None else self.max_num_hashes
         buckets = lsh_buckets(
             query,
             ops.convert_to_tensor(self.rotations)[:, :, :num_rounds],
-            self.num_buckets,
+            num_buckets,
             self.bucket_size,
             padding_mask,
         )
@@ -249,7 +261,7 @@ class LSHAttention(AttentionLayer):
                 buckets,
                 padding_mask=padding_mask,
                 use_causal_mask=use_causal_mask,
-                prefix_consistent=self.prefix_consistent and use_causal_mask,
+                prefix_consistent=prefix_consistent,
                 **options,
             )
         chunk = {"query": query, "value": value}

@@ -43,11 +43,11 @@ def lsh_buckets(
     Returns:
         Integer tensor of shape `(B, N, R, T)`.
     """
-    rotated = ops.einsum(
-        "btnh,nhrk->bnrtk",
-        ops.stop_gradient(at_least_float32(query)),
-        ops.stop_gradient(at_least_float32(rotations)),
+    query, rotations = (
+        ops.stop_gradient(at_least_float32(ops.convert_to_tensor(x)))
+        for x in (query, rotations)
     )
+    rotated = ops.einsum("btnh,nhrk->bnrtk", query, rotations)
     if num_buckets is not None:
         if isinstance(num_buckets, int):
             num_buckets = (num_buckets,)

@@ -81,16 +81,21 @@ CASES = [
         cross=False,
         idle=("key/bias",),
     ),
-    Case(  # one chunk, in which nothing can move
+    Case(layers.LSHAttention, {"bucket_size": 3}, cross=False, sorts=True),
+    Case(
         layers.LSHAttention,
-        {"bucket_size": 16},
+        {"bucket_size": 3, "num_buckets": 4, "allow_duplicates": False},
         cross=False,
         sorts=True,
-        lacks=("state",),
     ),
     Case(
         layers.LSHAttention,
-        {"bucket_size": 3, "num_hashes": 3, "value_dim": 7},
+        {
+            "bucket_size": 3,
+            "num_hashes": 3,
+            "value_dim": 7,
+            "prefix_consistent": False,
+        },
         cross=False,
         sorts=True,
         lacks=("state",),
@@ -110,11 +115,5 @@ CASES = [
         sorts=True,
         lacks=("state",),
         is_consistent=False,
-    ),
-    Case(
-        layers.LSHAttention,
-        {"bucket_size": 3, "num_buckets": 4, "prefix_consistent": True},
-        cross=False,
-        sorts=True,
     ),
 ]

@@ -103,12 +103,11 @@ def test_any_length_and_number_of_buckets_works():
     assert shortest == list(range(1, 14))
 
 
+@pytest.mark.parametrize("num_buckets", [None, 4])
 @pytest.mark.parametrize("num_hashes", [1, 4])
-def test_a_stream_may_ask_for_more_rounds(num_hashes):
+def test_a_stream_may_ask_for_more_rounds(num_hashes, num_buckets):
     x = sequence()
-    layer = LSHAttention(
-        2, 5, bucket_size=3, num_buckets=4, prefix_consistent=True
-    )
+    layer = LSHAttention(2, 5, bucket_size=3, num_buckets=num_buckets)
     whole = layer(x, use_causal_mask=True, num_hashes=num_hashes)
     state = layer.initial_state(2, max_length=30)
     outputs = []
@@ -120,8 +119,30 @@ def test_a_stream_may_ask_for_more_rounds(num_hashes):
     )
 
 
+def test_chunks_are_for_those_who_ask_for_them():
+    """The programs that wrap around have chunks in causal use as well."""
+    assert LSHAttention(2, 5).prefix_consistent
+    for arguments in (
+        {"wrap": True},
+        {"chunks_after": 1},
+        {"chunks_before": 0},
+        {"prefix_consistent": False},
+    ):
+        assert not LSHAttention(2, 5, **arguments).prefix_consistent
+
+
+def test_causal_outputs_do_not_depend_on_the_length():
+    layer, x = LSHAttention(2, 5, bucket_size=3), sequence()
+    whole = to_numpy(layer(x, use_causal_mask=True))
+    for length in (1, 5, 17):
+        output = layer(x[:, :length], use_causal_mask=True)
+        np.testing.assert_allclose(
+            to_numpy(output), whole[:, :length], atol=1e-5
+        )
+
+
 def test_chunks_do_not_stream():
-    layer = LSHAttention(2, 5)
+    layer = LSHAttention(2, 5, prefix_consistent=False)
     with pytest.raises(ValueError, match="`prefix_consistent`"):
         layer.initial_state(2, max_length=30)
 
@@ -137,15 +158,9 @@ def test_chunks_do_not_stream():
         ({"num_hashes": 0}, "num_hashes=0"),
         ({"bucket_size": 2.0}, "bucket_size=2.0"),
         ({"chunks_before": -1}, "chunks_before"),
-        ({"prefix_consistent": True}, "num_buckets"),
-        (
-            {
-                "prefix_consistent": True,
-                "num_buckets": 4,
-                "chunks_before": 0,
-            },
-            "chunks_before",
-        ),
+        ({"prefix_consistent": True, "wrap": True}, "wrap=True"),
+        ({"prefix_consistent": True, "chunks_after": 1}, "chunks_after=1"),
+        ({"prefix_consistent": True, "chunks_before": 0}, "chunks_before=0"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments, message):
