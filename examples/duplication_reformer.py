@@ -4,7 +4,7 @@
     python examples/duplication_reformer.py --quick   # one short row of it
 
 A sequence is `0 w 0 w`, where `w` is random, and the model has to foretell the
-second `w` (section 5 of https://arxiv.org/abs/2001.04451). One layer of
+second `w`, as in https://arxiv.org/abs/2001.04451. One layer of
 attention suffices if each position finds its counterpart in the first half,
 and a hash that misses it loses the symbol. The model is trained with one
 number of rounds and evaluated with others.

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 from keras import ops
 
 from keras_attn.ops.masks import at_least_float32
@@ -120,8 +119,8 @@ def lsh_attention(
     Queries serve as keys too, scaled to unit length. In each round of hashing,
     positions are sorted by bucket and cut into chunks of `bucket_size`; a
     query sees its own chunk and those around it, except itself, which it sees
-    only if there is nothing else in any round. All rounds share one softmax
-    (equations 7 to 10 of the paper). Time and memory grow as
+    only if there is nothing else in any round. All rounds share one softmax.
+    Time and memory grow as
     `T * bucket_size`, times the rounds and the chunks that are seen.
 
     Args:
@@ -274,10 +273,10 @@ def lsh_attention(
         visible = visible & (labels[..., None] == look(labels)[..., None, :])
     if prefix_consistent:
         # chunks only arrange the keys: as many places back for every query
-        distance = np.arange(bucket_size)[:, None] - np.arange(
-            -chunks_before * bucket_size, bucket_size
-        )
-        visible = visible & (distance <= chunks_before * bucket_size)
+        reach = chunks_before * bucket_size
+        rows = ops.arange(bucket_size, dtype="int32")[:, None]
+        columns = ops.arange(-reach, bucket_size, dtype="int32")
+        visible = visible & (rows - columns <= reach)
 
     size = query.shape[-1]
     rows = sort(ops.concatenate([query, value], axis=-1))
@@ -310,19 +309,24 @@ def lsh_attention(
     highest = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
     weights = ops.where(visible, ops.exp(scores - highest), 0.0)
     total = ops.sum(weights, axis=-1, keepdims=True)
-    weights = ops.cast(weights, value.dtype)
+    weights = ops.cast(weights / _nonzero(total), value.dtype)
     weights = weights if dropout is None else dropout(weights)
     output = ops.einsum("bnrcqk,bnrckv->bnrcqv", weights, look(value))
-    output = ops.cast(output, scores.dtype)
     highest = ops.where(is_alone, _LOWEST, highest)
-    output = ops.concatenate([output, total, highest], axis=-1)
-    output = _unsort_rows(output, slots[..., :length])  # (B, T, N, R, V + 2)
-    highest = output[..., -1:]
-    share = ops.exp(highest - ops.max(highest, axis=3, keepdims=True))
-    output = ops.sum(share * output[..., :-1], axis=3)
-    total = output[..., -1:]
-    output = output[..., :-1] / ops.where(total > 0, total, 1.0)
-    return ops.cast(output, value.dtype)
+
+    # rounds weigh as much as the sums of their exponentials
+    rounds = [ops.cast(output, scores.dtype), total, highest]
+    rounds = ops.concatenate(rounds, axis=-1)
+    rounds = _unsort_rows(rounds, slots[..., :length])  # (B, T, N, R, V + 2)
+    output, total, highest = (
+        rounds[..., :-2],
+        rounds[..., -2:-1],
+        rounds[..., -1:],
+    )
+    highest = highest - ops.max(highest, axis=3, keepdims=True)
+    shares = total * ops.exp(highest)
+    shares = shares / _nonzero(ops.sum(shares, axis=3, keepdims=True))
+    return ops.cast(ops.sum(shares * output, axis=3), value.dtype)
 
 
 def _attend_all_pairs(
@@ -352,6 +356,11 @@ def _attend_all_pairs(
     dropped = weights if dropout is None else dropout(weights)
     output = ops.einsum("bnts,bsnv->btnv", dropped, value)
     return (output, weights) if return_attention_scores else output
+
+
+def _nonzero(total):
+    """Sums of weights to divide by; without weights, there is nothing to."""
+    return ops.where(total > 0, total, ops.ones_like(total))
 
 
 def _unit_keys(query):
