@@ -89,9 +89,13 @@ def _combine_hashes(rotated, halves):
     bucket, unit, start = 0, 1, 0
     for half in halves:
         columns = rotated[..., start : start + half]
-        columns = ops.concatenate([columns, -columns], axis=-1)
-        digit = ops.cast(ops.argmax(columns, axis=-1), "int32")
-        bucket = bucket + unit * digit
+        # the argmax of the columns and their opposites, which need no room
+        digit = ops.where(
+            ops.max(columns, axis=-1) >= -ops.min(columns, axis=-1),
+            ops.argmax(columns, axis=-1),
+            half + ops.argmin(columns, axis=-1),
+        )
+        bucket = bucket + unit * ops.cast(digit, "int32")
         unit, start = unit * 2 * half, start + half
     return bucket
 
