@@ -10,12 +10,11 @@ from keras import ops
 from keras_attn.ops import fixed_sparse_attention
 from keras_attn.ops import strided_sparse_attention
 from tests import golden
+from tests import memory
 from tests import reference
 from tests.backend import gradients
 from tests.backend import run
 from tests.backend import to_numpy
-from tests.memory import largest_intermediate
-from tests.memory import on_jax
 from tests.reference import sparse_transformer
 
 STRIDED_HEADS = ("split", "merged", "local", "strided")
@@ -324,25 +323,21 @@ def test_two_steps_reach_every_earlier_position():
 
 @pytest.mark.parametrize(("op", "arguments"), PATTERNS)
 @pytest.mark.parametrize("use_causal_mask", [False, True])
-@on_jax
 def test_memory_grows_as_the_length_to_the_power_of_three_halves(
     op, arguments, use_causal_mask
 ):
     """A stride that is the root of the length doubles when that quadruples."""
 
-    def largest(length):
-        size = math.isqrt(length)
+    def attend(query, key, value):
+        size = math.isqrt(query.shape[1])
         sizes = (size,) if op is strided_sparse_attention else (size, 2, 3)
+        return op(
+            query,
+            key,
+            value,
+            *sizes,
+            arguments[-1],
+            use_causal_mask=use_causal_mask,
+        )
 
-        def attend(*tensors):
-            return op(
-                *tensors,
-                *sizes,
-                arguments[-1],
-                use_causal_mask=use_causal_mask,
-            )
-
-        return largest_intermediate(attend, *tensors(length))
-
-    for small, large in zip(largest(256), largest(1024), strict=True):
-        assert large <= 8.5 * small
+    assert max(memory.growth(attend, tensors, length=256)) <= 8.5
