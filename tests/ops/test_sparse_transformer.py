@@ -341,3 +341,13 @@ def test_memory_grows_as_the_length_to_the_power_of_three_halves(
         )
 
     assert max(memory.growth(attend, tensors, length=256)) <= 8.5
+
+
+def test_what_cannot_be_honoured_is_refused():
+    query, key, value = tensors(length=6, num_heads=1)
+    with pytest.raises(ValueError, match="heads='summary'"):
+        strided_sparse_attention(query, key, value, 3, "summary")
+    with pytest.raises(ValueError, match="cannot be split"):
+        strided_sparse_attention(query, key, value, 3)
+    with pytest.raises(ValueError, match="4 queries and 6 keys"):
+        fixed_sparse_attention(query[:, :4], key, value, 3, 1, heads="merged")
