@@ -75,9 +75,15 @@ def count_visits(
     return count
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+CASES = [(13, options) for options in OPTIONS] + [
+    (length, options)
+    for length in (1, 3, 8)  # one chunk, less than that, and two of them
+    for options in ({}, {"wrap": True}, {"prefix_consistent": True})
+]
+
+
+@pytest.mark.parametrize(("length", "options"), CASES, ids=str)
 @pytest.mark.parametrize("use_causal_mask", [True, False])
-@pytest.mark.parametrize("length", [1, 3, 8, 13])
 def test_matches_dense_reference(length, use_causal_mask, options):
     if options.get("prefix_consistent") and not use_causal_mask:
         return
@@ -99,14 +105,12 @@ def test_matches_dense_reference(length, use_causal_mask, options):
         use_causal_mask,
         options.get("allow_duplicates", True),
     )
-    output = run(op, query, value, buckets)
-    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
-    output, scores = run(
-        functools.partial(op, return_attention_scores=True),
-        query,
-        value,
-        buckets,
-    )
+
+    def both(*tensors):
+        return op(*tensors), op(*tensors, return_attention_scores=True)
+
+    fast, (output, scores) = run(both, query, value, buckets)
+    np.testing.assert_allclose(fast, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(scores, weights, rtol=1e-5, atol=1e-5)
 

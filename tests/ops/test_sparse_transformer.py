@@ -35,10 +35,11 @@ def check(op, mask, length, num_heads=3, **options):
     padding = np.arange(length) < [[length], [max(length - 3, 1)]]
     for padding_mask in (None, padding):
         masked = functools.partial(op, padding_mask=padding_mask)
-        output = run(masked, *arrays)
-        with_scores = run(
-            functools.partial(masked, return_attention_scores=True), *arrays
-        )
+
+        def both(*tensors, op=masked):
+            return op(*tensors), op(*tensors, return_attention_scores=True)
+
+        output, with_scores = run(both, *arrays)
         seen = mask if padding_mask is None else mask & padding[:, None, None]
         expected, weights = reference.attend(*arrays, seen)
         np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
