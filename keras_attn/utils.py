@@ -1,5 +1,7 @@
 """Small helpers shared by the layers."""
 
+import numpy as np
+
 
 def check_positive_integers(owner, **arguments):
     """Raises `ValueError` unless each argument is a positive integer."""
@@ -34,3 +36,11 @@ def invalid(owner, name, value, wanted):
 def clone_initializer(initializer):
     """Copies an initializer, because one instance always draws one value."""
     return initializer.__class__.from_config(initializer.get_config())
+
+
+def numpy_generator(seed):
+    """A generator whose numbers, for one seed, are those on every backend."""
+    if seed is None:
+        # what `keras.utils.set_random_seed()` has a say in
+        seed = np.random.randint(2**31)
+    return np.random.default_rng(seed)

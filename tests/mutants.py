@@ -54,6 +54,132 @@ MUTANTS = [
         "if False:",
         "ops",
     ),
+    # channel and spatial attention
+    (
+        "ops/cbam.py",
+        "axes = _space_axes(x, data_format)\n"
+        "    mask = _spread(padding_mask, data_format)",
+        "axes = _space_axes(x, data_format)[:1]\n"
+        "    mask = _spread(padding_mask, data_format)",
+        "ops layers",
+    ),
+    (
+        "ops/cbam.py",
+        "[ops.max(x, axis=axis), ops.mean(x, axis=axis)]",
+        "[ops.mean(x, axis=axis), ops.max(x, axis=axis)]",
+        "ops layers",
+    ),
+    (
+        "ops/cbam.py",
+        "return gates if padding_mask is None else _where(padding_mask, gates)",
+        "return gates",
+        "ops layers",
+    ),
+    (
+        "ops/cbam.py",
+        "shown, hidden = _where(mask, x), ops.where(mask, x, -3e38)",
+        "shown = hidden = _where(mask, x)",
+        "ops layers",
+    ),
+    (
+        "ops/cbam.py",
+        "pool = ops.sqrt(ops.maximum(square, 1e-24))",
+        "pool = ops.sqrt(square)",
+        "ops layers",
+    ),
+    (
+        "ops/cbam.py",
+        'if mask is not None or kind in ("lp", "lse"):',
+        "if False:",
+        "ops layers",
+    ),
+    (
+        "ops/cbam.py",
+        "        pool = _where(ops.any(mask, axis=axes), pool)",
+        "        pass",
+        "ops layers",
+    ),
+    (
+        "layers/cbam.py",
+        "hidden = max(1, channels // self.reduction_ratio)",
+        "hidden = max(1, channels // 16)",
+        "layers",
+    ),
+    (
+        "layers/cbam.py",
+        "moving.assign(old + weight * (batch - old))",
+        "pass",
+        "layers",
+    ),
+    (
+        "layers/cbam.py",
+        "weight = ops.where(count > 0, 1 - self.momentum, 0.0)",
+        "weight = 1 - self.momentum",
+        "layers",
+    ),
+    (
+        "layers/cbam.py",
+        "if mask is None or not (training and norm.trainable):",
+        "if mask is None or not training:",
+        "layers",
+    ),
+    (
+        "layers/cbam.py",
+        "if mask is None or not (training and norm.trainable):",
+        "if True:",
+        "layers",
+    ),
+    (
+        "layers/cbam.py",
+        "            epsilon=self.epsilon,\n            gamma_initializer",
+        "            gamma_initializer",
+        "layers",
+    ),
+    (
+        "layers/cbam.py",
+        "            momentum=self.momentum,\n"
+        "            epsilon=self.epsilon,\n"
+        "            gamma_initializer=clone",
+        "            gamma_initializer=clone",
+        "layers",
+    ),
+    (
+        "layers/cbam.py",
+        "_, spatial = self.spatial_attention(inputs, **options)",
+        "_, spatial = self.spatial_attention(x, **options)",
+        "layers",
+    ),
+    (
+        "layers/cbam.py",
+        "            pooling=self.pooling,\n            activation=self._gates",
+        "            activation=self._gates",
+        "layers",
+    ),
+    (
+        "layers/feature_map_attention.py",
+        "return cls(*args, **kwargs, dtype=self.variable_dtype)",
+        "return cls(*args, **kwargs, dtype=self.dtype_policy)",
+        "layers",
+    ),
+    (
+        "layers/feature_map_attention.py",
+        '"kernel_initializer": clone_initializer(self.kernel_initializer)',
+        '"kernel_initializer": self.kernel_initializer',
+        "layers",
+    ),
+    (
+        "layers/feature_map_attention.py",
+        '"bias_regularizer": self.bias_regularizer,\n'
+        '            "kernel_constraint"',
+        '"kernel_constraint"',
+        "layers",
+    ),
+    (
+        "layers/feature_map_attention.py",
+        "self.supports_masking = True",
+        "pass",
+        "layers",
+    ),
     # dot-product attention
     (
         "ops/dot_product.py",

@@ -12,6 +12,7 @@ import keras
 import pytest
 
 import keras_attn
+from keras_attn.layers.feature_map_attention import FeatureMapAttention
 from tests.layers.cases import CASES
 
 PACKAGE = pathlib.Path(keras_attn.__file__).parent
@@ -61,7 +62,11 @@ def test_every_sequence_layer_is_a_case():
 def test_layers_inherit_from_a_base_class_directly():
     for name in keras_attn.layers.__all__:
         layer = getattr(keras_attn.layers, name)
-        bases = (keras_attn.layers.AttentionLayer, keras.layers.Layer)
+        bases = (
+            keras.layers.Layer,
+            keras_attn.layers.AttentionLayer,
+            FeatureMapAttention,
+        )
         assert layer.__bases__[0] in bases and len(layer.__bases__) == 1
 
 

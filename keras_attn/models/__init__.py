@@ -1,3 +1,6 @@
 """Whole models of the papers."""
 
-__all__ = []
+from keras_attn.models.cbam_resnet import CBAMResNet
+from keras_attn.models.insert_cbam import insert_cbam
+
+__all__ = ["CBAMResNet", "insert_cbam"]

@@ -116,4 +116,50 @@ CASES = [
         lacks=("state",),
         is_consistent=False,
     ),
+    Case(layers.Synthesizer, {"max_length": 16, "kind": "random"}),
+    Case(layers.Synthesizer, {"max_length": 13, "kind": "fixed_random"}),
+    Case(layers.Synthesizer, {"max_length": 16, "kind": "factorized_random"}),
+    Case(layers.Synthesizer, {"max_length": 16, "value_dim": 7}),
+    Case(layers.Synthesizer, {"max_length": 16, "kind": "factorized_dense"}),
+    Case(
+        layers.Synthesizer,
+        {
+            "max_length": 16,
+            "kind": ("factorized_dense", "dot_product", "random", "dense"),
+            "hidden_dim": 7,
+            "tiling": "tile",
+        },
+        idle=("key/bias",),
+    ),
+    Case(layers.TopKAttention, {"top_k": 3}, idle=("key/bias",)),
+    Case(
+        layers.TopKAttention,
+        {"top_k": 0.4, "value_dim": 7},
+        idle=("key/bias",),
+    ),
+    Case(layers.LinearAttention),
+    Case(layers.LinearAttention, {"feature_map": "relu", "key_dim": 31}),
+    Case(layers.LinearAttention, {"feature_map": "favor", "seed": 3}),
+    Case(
+        layers.LinformerAttention,
+        {"max_length": 12, "projected_length": 4, "value_dim": 7},
+        idle=("key/bias",),
+    ),
+    Case(
+        layers.LinformerAttention,
+        {"max_length": 13, "projected_length": 5, "sharing": "none"},
+    ),
+    Case(
+        layers.LinformerAttention,
+        {"max_length": 12, "projected_length": 5, "projection": "mean"},
+        idle=("key/bias",),
+    ),
+    Case(
+        layers.LinformerAttention,
+        {"max_length": 13, "projected_length": 3, "projection": "convolution"},
+    ),
+    Case(
+        layers.LinformerAttention,
+        {"max_length": 12, "projected_length": 4, "projection": "random"},
+    ),
 ]
