@@ -111,7 +111,7 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     if arguments.quick:
-        sizes = {"word_length": 15, "bucket_size": 4, "steps": 400}
+        sizes = {"word_length": 15, "bucket_size": 4, "steps": 240}
         trained, forms = (4,), ("prefix_consistent",)
     else:
         sizes = {"word_length": 31, "bucket_size": 8, "steps": 1000}
