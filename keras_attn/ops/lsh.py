@@ -170,7 +170,7 @@ def lsh_attention(
     score_all_pairs = return_attention_scores or key is not None
     key = query if key is None else key
     check_equal_lengths("`lsh_attention`", key, value)
-    if key.shape[1] is not None:
+    if isinstance(key.shape[1], int):
         bucket_size = min(bucket_size, key.shape[1])
     length, num_rounds = ops.shape(key)[1], buckets.shape[2]
     num_chunks = (length + bucket_size - 1) // bucket_size

@@ -61,7 +61,7 @@ def strided_sparse_attention(
         shape `(B, N, T, S)`.
     """
     _check_heads(heads, ("split", "merged", "local", "strided"), query)
-    if key.shape[1] is not None:
+    if isinstance(key.shape[1], int):
         # no two positions are further apart than this
         stride = min(stride, key.shape[1])
     options = {
@@ -381,7 +381,7 @@ def _align(x, layout):
 def _rows_per_block(query, block_size):
     """Number of queries in a block: fewer, if there are fewer in all."""
     length = query.shape[1]
-    return block_size if length is None else min(block_size, length)
+    return min(block_size, length) if isinstance(length, int) else block_size
 
 
 def _to_blocks(x, block_size):
