@@ -10,10 +10,13 @@ from keras_attn.layers.linear_attention import LinearAttention
 from keras_attn.layers.linformer_attention import LengthProjection
 from keras_attn.layers.linformer_attention import LinformerAttention
 from keras_attn.layers.longformer_attention import LongformerAttention
+from keras_attn.layers.lsh_attention import LSHAttention
 from keras_attn.layers.multi_head_attention import MultiHeadAttention
 from keras_attn.layers.sharnn_block import SHARNNBlock
 from keras_attn.layers.single_head_attention import SingleHeadAttention
 from keras_attn.layers.sliding_window_attention import SlidingWindowAttention
+from keras_attn.layers.sparse_transformer import FixedSparseAttention
+from keras_attn.layers.sparse_transformer import StridedSparseAttention
 from keras_attn.layers.synthesizer import Synthesizer
 from keras_attn.layers.top_k_attention import TopKAttention
 
@@ -22,7 +25,9 @@ __all__ = [
     "Boom",
     "CBAM",
     "ChannelAttention",
+    "FixedSparseAttention",
     "LAMA",
+    "LSHAttention",
     "LengthProjection",
     "LinearAttention",
     "LinformerAttention",
@@ -32,6 +37,7 @@ __all__ = [
     "SingleHeadAttention",
     "SlidingWindowAttention",
     "SpatialAttention",
+    "StridedSparseAttention",
     "Synthesizer",
     "TopKAttention",
 ]

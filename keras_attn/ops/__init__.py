@@ -32,11 +32,15 @@ from keras_attn.ops.longformer import longformer_attention
 from keras_attn.ops.longformer import longformer_attention_step
 from keras_attn.ops.low_rank import lama
 from keras_attn.ops.low_rank import orthogonality_penalty
+from keras_attn.ops.lsh import lsh_attention
+from keras_attn.ops.lsh import lsh_buckets
 from keras_attn.ops.lstm_state import lstm_cell_state
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
 from keras_attn.ops.single_head_attention import single_head_attention
 from keras_attn.ops.sliding_window import sliding_window_attention
+from keras_attn.ops.sparse_transformer import fixed_sparse_attention
+from keras_attn.ops.sparse_transformer import strided_sparse_attention
 from keras_attn.ops.synthesizer import dense_scores
 from keras_attn.ops.synthesizer import dot_product_scores
 from keras_attn.ops.synthesizer import factorized_dense_scores
@@ -56,6 +60,7 @@ __all__ = [
     "dot_product_scores",
     "factorized_dense_scores",
     "factorized_random_scores",
+    "fixed_sparse_attention",
     "global_token_positions",
     "key_value_cache",
     "key_value_cache_mask",
@@ -65,6 +70,8 @@ __all__ = [
     "linformer_window_attention",
     "longformer_attention",
     "longformer_attention_step",
+    "lsh_attention",
+    "lsh_buckets",
     "lstm_cell_state",
     "masked_moments",
     "masked_softmax",
@@ -76,6 +83,7 @@ __all__ = [
     "single_head_attention",
     "sliding_window_attention",
     "spatial_attention",
+    "strided_sparse_attention",
     "synthesizer",
     "top_k_attention",
     "update_key_value_cache",

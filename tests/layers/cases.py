@@ -11,15 +11,22 @@ class Case:
     """A layer and the arguments to try it with.
 
     `cross` tells whether query and value may differ in length, `idle` names
-    weights that one step of training need not move, and `refused` options that
-    these arguments rule out.
+    weights that one step of training need not move, and `lacks` options that
+    the arguments rule out. `blind` tells whether causal queries may be left
+    without any key, and `is_consistent` whether a causal output depends on
+    earlier positions alone. `sorts` tells whether positions are sorted by what
+    they hold: then later ones decide which of the weights of earlier ones are
+    dropped, and rounding which ones a position sees.
     """
 
     cls: type
     kwargs: dict = dataclasses.field(default_factory=dict)
     cross: bool = True
     idle: tuple = ()
-    refused: tuple = ()
+    lacks: tuple = ()
+    blind: bool = False
+    is_consistent: bool = True
+    sorts: bool = False
 
     def __str__(self):
         values = (f"{k}={v}" for k, v in self.kwargs.items())
@@ -36,7 +43,7 @@ class Case:
     def options(self):
         """Names of the options that the layer supports."""
         options = set(inspect.signature(self.cls.attend).parameters)
-        return options - set(self.refused)
+        return options - set(self.lacks)
 
 
 CASES = [
@@ -53,7 +60,7 @@ CASES = [
         cross=False,
         # no token is global unless a call says so
         idle=("key/bias", "global/kernel", "global/bias"),
-        refused=("state",),
+        lacks=("state",),
     ),
     Case(
         layers.LongformerAttention,
@@ -78,6 +85,72 @@ CASES = [
         {"window_size": (3, 1), "dilation_rate": (1, 2, 1), "value_dim": 7},
         cross=False,
         idle=("key/bias",),
+    ),
+    Case(
+        layers.StridedSparseAttention,
+        {"stride": 4},
+        cross=False,
+        idle=("key/bias",),
+    ),
+    Case(
+        layers.StridedSparseAttention,
+        {"stride": 3, "heads": "merged", "value_dim": 7},
+        cross=False,
+        idle=("key/bias",),
+    ),
+    Case(
+        layers.FixedSparseAttention,
+        {"block_size": 4, "num_summary": 2},
+        cross=False,
+        idle=("key/bias",),
+        blind=True,
+    ),
+    Case(
+        layers.FixedSparseAttention,
+        {
+            "block_size": 3,
+            "num_summary": 1,
+            "num_subblocks": 3,
+            "heads": "merged",
+            "value_dim": 7,
+        },
+        cross=False,
+        idle=("key/bias",),
+    ),
+    Case(layers.LSHAttention, {"bucket_size": 3}, cross=False, sorts=True),
+    Case(
+        layers.LSHAttention,
+        {"bucket_size": 3, "num_buckets": 4, "allow_duplicates": False},
+        cross=False,
+        sorts=True,
+    ),
+    Case(
+        layers.LSHAttention,
+        {
+            "bucket_size": 3,
+            "num_hashes": 3,
+            "value_dim": 7,
+            "prefix_consistent": False,
+        },
+        cross=False,
+        sorts=True,
+        lacks=("state",),
+        is_consistent=False,
+    ),
+    Case(
+        layers.LSHAttention,
+        {
+            "bucket_size": 2,
+            "num_buckets": (2, 4),
+            "chunks_after": 1,
+            "wrap": True,
+            "attend_across_buckets": False,
+            "allow_duplicates": False,
+        },
+        cross=False,
+        sorts=True,
+        lacks=("state",),
+        is_consistent=False,
     ),
     Case(layers.Synthesizer, {"max_length": 16, "kind": "random"}),
     Case(layers.Synthesizer, {"max_length": 13, "kind": "fixed_random"}),

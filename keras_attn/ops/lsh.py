@@ -1,0 +1,417 @@
+"""Locality-sensitive hashing attention (https://arxiv.org/abs/2001.04451)."""
+
+import math
+
+from keras import ops
+
+from keras_attn.ops.masks import at_least_float32
+from keras_attn.ops.masks import check_equal_lengths
+from keras_attn.ops.masks import masked_softmax
+
+# columns that are enough for 2 ** 20 buckets, the most that there may be
+AUTOMATIC_COLUMNS = 64
+_MOST_BITS = 20
+# the bucket of padding, behind all others
+_LAST_BUCKET = 2**24
+_LOWEST = -1e9
+
+
+def lsh_buckets(
+    query, rotations, num_buckets=None, bucket_size=64, padding_mask=None
+):
+    """Hashes positions such that similar queries are likely to share a bucket.
+
+    A query is compared with random directions; its bucket is the direction, or
+    the opposite of one, that it is most similar to (section 2 of the paper).
+    How long a query is as a vector makes no difference.
+
+    Args:
+        query: Tensor of shape `(B, T, N, H)`.
+        rotations: Tensor of shape `(N, H, R, columns)`, random directions for
+            each of `R` rounds. There must be half as many columns as buckets,
+            or half the sum of their factors; more are ignored.
+        num_buckets: Even integer, or a tuple of even factors of the number of
+            buckets: each has a hash of its own, which saves columns. `None`
+            stands for the largest power of two up to `2 * L / bucket_size`
+            for a sequence of `L` positions without padding, factorized such
+            that `AUTOMATIC_COLUMNS` are enough.
+        bucket_size: Integer that `None` refers to.
+        padding_mask: Boolean tensor of shape `(B, T)` that `None` refers to,
+            `True` for the positions that are not padding.
+
+    Returns:
+        Integer tensor of shape `(B, N, R, T)`.
+    """
+    query, rotations = (
+        ops.stop_gradient(at_least_float32(ops.convert_to_tensor(x)))
+        for x in (query, rotations)
+    )
+    rotated = ops.einsum("btnh,nhrk->bnrtk", query, rotations)
+    if num_buckets is not None:
+        if isinstance(num_buckets, int):
+            num_buckets = (num_buckets,)
+        return _combine_hashes(rotated, [n // 2 for n in num_buckets])
+    length, most_bits = ops.shape(query)[1], _MOST_BITS
+    if isinstance(length, int):
+        most_bits = (2 * (length // bucket_size)).bit_length() - 1
+        most_bits = max(1, min(most_bits, _MOST_BITS))
+        if padding_mask is None:
+            return _combine_hashes(rotated, _automatic_halves(most_bits))
+    if padding_mask is None:
+        length = ops.convert_to_tensor(length)
+    else:
+        length = ops.sum(ops.cast(padding_mask, "int32"), axis=1)
+        length = length[:, None, None, None]
+    # padding must not count, or else it would change the buckets of the rest:
+    # each sequence picks its own number of them
+    buckets = _combine_hashes(rotated, _automatic_halves(1))
+    for bits in range(2, most_bits + 1):
+        buckets = ops.where(
+            length >= bucket_size * 2 ** (bits - 1),
+            _combine_hashes(rotated, _automatic_halves(bits)),
+            buckets,
+        )
+    return buckets
+
+
+def _automatic_halves(bits):
+    """Halves of the factors of `2 ** bits` buckets."""
+    for count in range(1, bits + 1):
+        small, rest = divmod(bits, count)
+        powers = [small] * (count - rest) + [small + 1] * rest
+        halves = [2 ** (power - 1) for power in powers]
+        if sum(halves) <= AUTOMATIC_COLUMNS:
+            return halves
+
+
+def _combine_hashes(rotated, halves):
+    """Hashes with a few columns each; the first hash counts units."""
+    bucket, unit, start = 0, 1, 0
+    for half in halves:
+        columns = rotated[..., start : start + half]
+        # the argmax of the columns and their opposites, which need no room
+        digit = ops.where(
+            ops.max(columns, axis=-1) >= -ops.min(columns, axis=-1),
+            ops.argmax(columns, axis=-1),
+            half + ops.argmin(columns, axis=-1),
+        )
+        bucket = bucket + unit * ops.cast(digit, "int32")
+        unit, start = unit * 2 * half, start + half
+    return bucket
+
+
+def lsh_attention(
+    query,
+    value,
+    buckets,
+    bucket_size,
+    chunks_before=1,
+    chunks_after=0,
+    wrap=False,
+    attend_across_buckets=True,
+    allow_duplicates=True,
+    prefix_consistent=False,
+    padding_mask=None,
+    use_causal_mask=False,
+    key=None,
+    start=None,
+    dropout=None,
+    return_attention_scores=False,
+):
+    """Softmax attention among positions that fall into the same buckets.
+
+    Queries serve as keys too, scaled to unit length. In each round of hashing,
+    positions are sorted by bucket and cut into chunks of `bucket_size`; a
+    query sees its own chunk and those around it, except itself, which it sees
+    only if there is nothing else in any round. All rounds share one softmax.
+    Time and memory grow as
+    `T * bucket_size`, times the rounds and the chunks that are seen.
+
+    Args:
+        query: Tensor of shape `(B, T, N, H)`.
+        value: Tensor of shape `(B, T, N, V)`.
+        buckets: Integer tensor of shape `(B, N, R, T)`, the bucket of each
+            position in each of `R` rounds, as `lsh_buckets()` returns it.
+        bucket_size: Positive integer, the number of positions in a chunk.
+        chunks_before: Number of chunks before its own that a query sees.
+        chunks_after: Number of chunks after its own that a query sees.
+        wrap: Whether the first chunk of a round comes after the last one of
+            the round before, and that of the first round after the last one
+            of all. Published programs do this, the paper does not.
+        attend_across_buckets: Whether a query sees positions of other buckets
+            that lie in its chunks.
+        allow_duplicates: Whether a key that a query meets several times, in
+            different rounds, counts as often. Otherwise it counts once
+            (equation 16 of the paper).
+        prefix_consistent: Whether a query sees, in each round, the last
+            `chunks_before * bucket_size` positions of its own bucket, and no
+            chunks. What a query sees then depends on earlier positions only.
+            It needs `use_causal_mask`.
+        padding_mask: Boolean tensor of shape `(B, T)`, `True` for the
+            positions that may be attended.
+        use_causal_mask: Whether to hide the positions after a query's.
+        key: Tensor of shape `(B, S, N, H)`, the queries of all positions, if
+            `query` holds only some of them. All arguments but `query` then
+            have length `S`, and all pairs of queries and keys are scored.
+        start: Integer or scalar integer tensor, the position of the first
+            query among the keys.
+        dropout: Callable applied to the attention weights.
+        return_attention_scores: Whether to return the attention weights too,
+            as they are before dropout. This scores all pairs, at more than
+            the cost of full attention.
+
+    Returns:
+        Tensor of shape `(B, T, N, V)`. A query that sees no key gets zeros.
+        With `return_attention_scores`, a tuple of it and of the weights, of
+        shape `(B, N, T, T)`.
+    """
+    if prefix_consistent and not use_causal_mask:
+        raise ValueError("`prefix_consistent` needs `use_causal_mask`.")
+    score_all_pairs = return_attention_scores or key is not None
+    key = query if key is None else key
+    check_equal_lengths("`lsh_attention`", key, value)
+    if isinstance(key.shape[1], int):
+        bucket_size = min(bucket_size, key.shape[1])
+    length, num_rounds = ops.shape(key)[1], buckets.shape[2]
+    num_chunks = (length + bucket_size - 1) // bucket_size
+    padding = [(0, 0), (0, num_chunks * bucket_size - length)]
+    if padding_mask is None:
+        padding_mask = ops.ones(ops.shape(key)[:2], dtype="bool")
+    padding_mask = ops.pad(ops.cast(padding_mask, "bool"), padding)
+
+    # the sort is stable, and leaves padding at the end, out of the way
+    buckets = ops.pad(buckets, [(0, 0), (0, 0), *padding])
+    buckets = ops.where(padding_mask[:, None, None], buckets, _LAST_BUCKET)
+    order = ops.argsort(buckets, axis=-1)  # (B, N, R, P)
+    slots = ops.argsort(order, axis=-1)
+    places = slots if prefix_consistent else slots // bucket_size
+    one_bucket = prefix_consistent or not attend_across_buckets
+
+    def count_visits(queries, keys):
+        """How often queries meet keys, given their places and buckets.
+
+        These are lists with an entry for each round, which broadcast.
+        """
+        count = 0
+        for i, (place, bucket) in enumerate(queries):
+            for j, (key_place, key_bucket) in enumerate(keys):
+                if i != j and (one_bucket or not wrap):
+                    continue
+                distance = place - key_place
+                if prefix_consistent:
+                    reach = chunks_before * bucket_size
+                    visits = (distance >= 0) & (distance <= reach)
+                elif wrap:
+                    distance = distance + (i - j) * num_chunks
+                    visits = sum(
+                        ops.cast(
+                            (distance - look) % (num_rounds * num_chunks) == 0,
+                            "int32",
+                        )
+                        for look in range(-chunks_after, chunks_before + 1)
+                    )
+                else:
+                    visits = (distance >= -chunks_after) & (
+                        distance <= chunks_before
+                    )
+                visits = ops.cast(visits, "int32")
+                if one_bucket:
+                    visits = visits * ops.cast(bucket == key_bucket, "int32")
+                count = count + visits
+        return count
+
+    if score_all_pairs:
+        queries = ops.arange(ops.shape(query)[1], dtype="int32")
+        queries = queries if start is None else queries + start
+        keys = ops.arange(length, dtype="int32")
+        key_rounds = [
+            (places[:, :, i, None, :length], buckets[:, :, i, None, :length])
+            for i in range(num_rounds)
+        ]
+        query_rounds = [
+            [ops.swapaxes(ops.take(x, queries, axis=-1), 2, 3) for x in pair]
+            for pair in key_rounds
+        ]
+        exists = padding_mask[:, None, None, :length]
+        return _attend_all_pairs(
+            query,
+            key,
+            value,
+            ops.where(exists, count_visits(query_rounds, key_rounds), 0),
+            queries[:, None],
+            keys,
+            allow_duplicates,
+            use_causal_mask,
+            dropout,
+            return_attention_scores,
+        )
+
+    def to_chunks(x):
+        """Cuts what is sorted, `(B, N, R, P, ...)`, into chunks."""
+        batch, heads, _, _, *rest = ops.shape(x)
+        return ops.reshape(
+            x, (batch, heads, num_rounds, num_chunks, bucket_size, *rest)
+        )
+
+    def sort(x):
+        """Sorts `(B, T, N, ...)` into `(B, N, R, C, W, ...)`."""
+        x = ops.pad(x, [*padding, (0, 0), (0, 0)])
+        return to_chunks(_sort_rows(x, order))
+
+    def look(x, fill=0):
+        """Joins the chunks that each chunk sees, along the axis `W`."""
+        return _with_neighbours(x, chunks_before, chunks_after, wrap, fill)
+
+    num_real = ops.sum(ops.cast(padding_mask, "int32"), axis=1)
+    is_real = ops.arange(num_chunks * bucket_size) < num_real[:, None]
+    queries = to_chunks(order)[..., None]
+    keys = to_chunks(ops.where(is_real[:, None, None], order, -1))
+    keys = look(keys, -1)[..., None, :]
+    visible = keys < queries if use_causal_mask else keys != queries
+    visible = visible & (keys >= 0)
+    if one_bucket:
+        # rounds that lie on a ring must not take each other's for their own
+        labels = ops.take_along_axis(buckets, order, axis=-1) * num_rounds
+        labels = labels + ops.arange(num_rounds, dtype="int32")[:, None]
+        labels = to_chunks(labels)
+        visible = visible & (labels[..., None] == look(labels)[..., None, :])
+    if prefix_consistent:
+        # chunks only arrange the keys: as many places back for every query
+        reach = chunks_before * bucket_size
+        rows = ops.arange(bucket_size, dtype="int32")[:, None]
+        columns = ops.arange(-reach, bucket_size, dtype="int32")
+        visible = visible & (rows - columns <= reach)
+
+    size = query.shape[-1]
+    rows = sort(ops.concatenate([query, value], axis=-1))
+    query, value = rows[..., :size], rows[..., size:]
+    scores = ops.einsum(
+        "bnrcqh,bnrckh->bnrcqk",
+        at_least_float32(query),
+        look(_unit_keys(query)),
+    )
+    if not allow_duplicates:
+        rounds = [
+            ops.transpose(x[..., :length], (0, 3, 1, 2))
+            for x in (places, buckets)
+        ]
+        rounds = [sort(x) for x in rounds]  # (B, N, R, C, W, R)
+        count = count_visits(
+            [[x[..., i][..., None] for x in rounds] for i in range(num_rounds)],
+            [
+                [look(x)[..., i][..., None, :] for x in rounds]
+                for i in range(num_rounds)
+            ],
+        )
+        count = ops.cast(ops.maximum(count, 1), scores.dtype)
+        scores = scores - ops.log(count)
+
+    # a query sees itself if it sees nothing else, now here, then anywhere
+    is_alone = ops.logical_not(ops.any(visible, axis=-1, keepdims=True))
+    visible = visible | (is_alone & (keys == queries))
+    scores = ops.where(visible, scores, _LOWEST)
+    highest = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
+    weights = ops.where(visible, ops.exp(scores - highest), 0.0)
+    total = ops.sum(weights, axis=-1, keepdims=True)
+    weights = ops.cast(weights / _nonzero(total), value.dtype)
+    weights = weights if dropout is None else dropout(weights)
+    output = ops.einsum("bnrcqk,bnrckv->bnrcqv", weights, look(value))
+    highest = ops.where(is_alone, _LOWEST, highest)
+
+    # rounds weigh as much as the sums of their exponentials
+    rounds = [ops.cast(output, scores.dtype), total, highest]
+    rounds = ops.concatenate(rounds, axis=-1)
+    rounds = _unsort_rows(rounds, slots[..., :length])  # (B, T, N, R, V + 2)
+    output, total, highest = (
+        rounds[..., :-2],
+        rounds[..., -2:-1],
+        rounds[..., -1:],
+    )
+    highest = highest - ops.max(highest, axis=3, keepdims=True)
+    shares = total * ops.exp(highest)
+    shares = shares / _nonzero(ops.sum(shares, axis=3, keepdims=True))
+    return ops.cast(ops.sum(shares * output, axis=3), value.dtype)
+
+
+def _attend_all_pairs(
+    query,
+    key,
+    value,
+    count,
+    queries,
+    keys,
+    allow_duplicates,
+    use_causal_mask,
+    dropout,
+    return_attention_scores,
+):
+    """Attends to keys that are met `count` times, a `(B, N, T, S)` tensor."""
+    visible = keys < queries if use_causal_mask else keys != queries
+    visible = visible & (count > 0)
+    is_alone = ops.logical_not(ops.any(visible, axis=-1, keepdims=True))
+    visible = visible | (is_alone & (keys == queries) & (count > 0))
+    scores = ops.einsum(
+        "btnh,bsnh->bnts", at_least_float32(query), _unit_keys(key)
+    )
+    if allow_duplicates:
+        count = ops.cast(ops.maximum(count, 1), scores.dtype)
+        scores = scores + ops.log(count)
+    weights = ops.cast(masked_softmax(scores, visible), value.dtype)
+    dropped = weights if dropout is None else dropout(weights)
+    output = ops.einsum("bnts,bsnv->btnv", dropped, value)
+    return (output, weights) if return_attention_scores else output
+
+
+def _nonzero(total):
+    """Sums of weights to divide by; without weights, there is nothing to."""
+    return ops.where(total > 0, total, ops.ones_like(total))
+
+
+def _unit_keys(query):
+    """Queries as keys, which are scaled to length 1."""
+    query = at_least_float32(query)
+    mean = ops.mean(ops.square(query), axis=-1, keepdims=True)
+    return query * ops.rsqrt(mean + 1e-6) / math.sqrt(query.shape[-1])
+
+
+def _sort_rows(x, order):
+    """Gathers `(B, T, N, F)` in an order `(B, N, R, T)`, once per round."""
+    batch, length, heads, size = ops.shape(x)
+    sequences = ops.arange(batch, dtype="int32")[:, None, None, None]
+    head = ops.arange(heads, dtype="int32")[:, None, None]
+    rows = (sequences * length + order) * heads + head
+    return ops.take(ops.reshape(x, (-1, size)), rows, axis=0)
+
+
+def _unsort_rows(x, slots):
+    """Gathers from `(B, N, R, C, W, F)` the rows in slots `(B, N, R, T)`.
+
+    Returns a tensor of shape `(B, T, N, R, F)`.
+    """
+    batch, heads, rounds, chunks, chunk_size, size = ops.shape(x)
+    sorts = ops.arange(batch * heads * rounds, dtype="int32")
+    sorts = ops.reshape(sorts, (batch, heads, rounds, 1))
+    rows = ops.transpose(sorts * chunks * chunk_size + slots, (0, 3, 1, 2))
+    return ops.take(ops.reshape(x, (-1, size)), rows, axis=0)
+
+
+def _with_neighbours(x, before, after, wrap, fill):
+    """Joins chunks `(B, N, R, C, W, ...)` to those around them, along `W`."""
+    if not before and not after:
+        return x
+    batch, heads, rounds, chunks, *rest = ops.shape(x)
+    if wrap:
+        ring = ops.reshape(x, (batch, heads, rounds * chunks, *rest))
+        looks = [
+            ops.reshape(ops.roll(ring, -shift, axis=2), ops.shape(x))
+            for shift in range(-before, after + 1)
+        ]
+    else:
+        widths = [(0, 0)] * len(x.shape)
+        widths[3] = (before, after)
+        x = ops.pad(x, widths, constant_values=fill)
+        looks = [
+            x[:, :, :, shift : shift + chunks]
+            for shift in range(before + after + 1)
+        ]
+    return ops.concatenate(looks, axis=4)
