@@ -227,7 +227,11 @@ class LongformerAttention(AttentionLayer):
         if global_mask is None:
             return -ops.ones((batch, self.max_global_tokens), dtype="int32")
         global_mask = to_boolean(
-            self, "global_mask", global_mask, query.shape[:2]
+            self,
+            "global_mask",
+            global_mask,
+            query.shape[:2],
+            broadcast=True,
         )
         global_mask = ops.broadcast_to(global_mask, (batch, length))
         if padding_mask is not None:

@@ -293,6 +293,9 @@ def test_bad_arguments_and_inputs_are_refused():
     ]:
         with pytest.raises(ValueError, match=f"LAMA.*{message}"):
             build()(*arguments)
-    for mask in (np.ones((2, 7), bool), np.ones((2, 11), "float32")):
-        with pytest.raises(ValueError, match="LAMA.*boolean `mask`"):
+    for mask, message in (
+        (np.ones((2, 7), bool), r"`mask` that has the shape \(2, 11\)"),
+        (np.ones((2, 11), "float32"), "boolean `mask`"),
+    ):
+        with pytest.raises(ValueError, match=f"LAMA.*{message}"):
             build()(x, mask=mask)
