@@ -54,6 +54,7 @@ class TokenSegments(keras.utils.PyDataset):
     model = keras_attn.models.SHARNN(
         256, hidden_dim=8, num_layers=2, memory_length=64, stateful=True
     )
+    model.build((4, None))  # a state needs to know the number of rows
     model.compile(
         keras_attn.optimizers.MinTrustLamb(),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
