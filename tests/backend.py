@@ -14,11 +14,17 @@ def to_numpy(tensors):
 
 def run(fn, *arrays):
     """Calls `fn` on tensors, compiled on JAX, and returns NumPy arrays."""
+    arrays = keras.tree.map_structure(ops.convert_to_tensor, arrays)
+    return to_numpy(quick(fn)(*arrays))
+
+
+def quick(fn):
+    """`fn` compiled on JAX, which else compiles each operation by itself."""
     if keras.backend.backend() == "jax":
         import jax
 
-        return to_numpy(jax.jit(fn)(*arrays))
-    return to_numpy(fn(*(ops.convert_to_tensor(x) for x in arrays)))
+        return jax.jit(fn)
+    return fn
 
 
 def compiled(fn):
