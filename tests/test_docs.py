@@ -48,3 +48,14 @@ def test_example_runs(example, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", keras_attn.layers.__all__)
 def test_every_layer_shows_an_example(name):
     assert examples(inspect.getdoc(getattr(keras_attn.layers, name)))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))],
+    ids=lambda page: page.stem,
+)
+def test_links_to_files_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in link:
+            assert (page.parent / link).exists(), link

@@ -396,9 +396,11 @@ class AttentionLayer(keras.layers.Layer):
     def attention_scores_shape(self, query_shape, value_shape, state=None):
         """Shape of the scores that the layer returns on request.
 
-        A layer whose streaming scores reach back overrides it to add the
-        positions that its `state` holds.
+        If the state is a key/value cache, they are over its positions. A layer
+        whose streaming scores are over others overrides it.
         """
+        if state is not None and "padding_mask" in state:
+            value_shape = state["padding_mask"].shape
         return (query_shape[0], self.num_heads, query_shape[1], value_shape[1])
 
     def compute_output_shape(

@@ -319,11 +319,6 @@ class LSHAttention(AttentionLayer):
         )
         return {**state, **buckets}
 
-    def attention_scores_shape(self, query_shape, value_shape, state=None):
-        if state is not None:
-            value_shape = state["padding_mask"].shape
-        return super().attention_scores_shape(query_shape, value_shape)
-
     def get_config(self):
         config = {
             "bucket_size": self.bucket_size,

@@ -4,11 +4,11 @@ import keras
 from keras import ops
 
 from keras_attn.layers.attention_layer import AttentionLayer
+from keras_attn.layers.streaming import append_state
+from keras_attn.layers.streaming import empty_cache
 from keras_attn.ops import dot_product_attention
-from keras_attn.ops import key_value_cache
 from keras_attn.ops import key_value_cache_mask
 from keras_attn.ops import update_key_value_cache
-from keras_attn.utils import check_positive_integers
 
 
 @keras.saving.register_keras_serializable(package="keras_attn")
@@ -95,16 +95,7 @@ class MultiHeadAttention(AttentionLayer):
             dropout=dropout,
             return_attention_scores=return_attention_scores,
         )
-        if state is None:
-            return results
-        return (
-            (*results, state) if return_attention_scores else (results, state)
-        )
-
-    def attention_scores_shape(self, query_shape, value_shape, state=None):
-        if state is not None:
-            value_shape = state["padding_mask"].shape
-        return super().attention_scores_shape(query_shape, value_shape)
+        return append_state(results, state)
 
     def initial_state(self, batch_size, max_length=None):
         """Creates an empty key/value cache.
@@ -117,13 +108,4 @@ class MultiHeadAttention(AttentionLayer):
             Dictionary of tensors, for the call argument `state`. See
             `keras_attn.ops.key_value_cache`.
         """
-        check_positive_integers(
-            self, batch_size=batch_size, max_length=max_length
-        )
-        return key_value_cache(
-            batch_size,
-            max_length,
-            self.compute_dtype,
-            key=(self.num_heads, self.key_dim),
-            value=(self.num_heads, self.value_dim),
-        )
+        return empty_cache(self, batch_size, max_length)

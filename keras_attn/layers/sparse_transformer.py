@@ -3,8 +3,9 @@
 import keras
 
 from keras_attn.layers.attention_layer import AttentionLayer
+from keras_attn.layers.streaming import append_state
+from keras_attn.layers.streaming import empty_cache
 from keras_attn.ops import fixed_sparse_attention
-from keras_attn.ops import key_value_cache
 from keras_attn.ops import strided_sparse_attention
 from keras_attn.ops import update_key_value_cache
 from keras_attn.utils import check_choice
@@ -119,12 +120,7 @@ class StridedSparseAttention(AttentionLayer):
             Dictionary of tensors, for the call argument `state`. See
             `keras_attn.ops.key_value_cache`.
         """
-        return _initial_state(self, batch_size, max_length)
-
-    def attention_scores_shape(self, query_shape, value_shape, state=None):
-        if state is not None:
-            value_shape = state["padding_mask"].shape
-        return super().attention_scores_shape(query_shape, value_shape)
+        return empty_cache(self, batch_size, max_length)
 
     def get_config(self):
         config = {"stride": self.stride, "heads": self.heads}
@@ -280,12 +276,7 @@ class FixedSparseAttention(AttentionLayer):
             Dictionary of tensors, for the call argument `state`. See
             `keras_attn.ops.key_value_cache`.
         """
-        return _initial_state(self, batch_size, max_length)
-
-    def attention_scores_shape(self, query_shape, value_shape, state=None):
-        if state is not None:
-            value_shape = state["padding_mask"].shape
-        return super().attention_scores_shape(query_shape, value_shape)
+        return empty_cache(self, batch_size, max_length)
 
     def get_config(self):
         config = {
@@ -310,19 +301,7 @@ def _attend(attend, key, value, state, padding_mask, **options):
         start=start,
         **options,
     )
-    results = results if isinstance(results, tuple) else (results,)
-    return (*results, state)
-
-
-def _initial_state(layer, batch_size, max_length):
-    check_positive_integers(layer, batch_size=batch_size, max_length=max_length)
-    return key_value_cache(
-        batch_size,
-        max_length,
-        layer.compute_dtype,
-        key=(layer.num_heads, layer.key_dim),
-        value=(layer.num_heads, layer.value_dim),
-    )
+    return append_state(results, state)
 
 
 def _check_split(layer, heads):

@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_attn.layers.attention_layer import AttentionLayer
+from keras_attn.layers.streaming import append_state
 from keras_attn.ops import dense_scores
 from keras_attn.ops import dot_product_scores
 from keras_attn.ops import factorized_dense_scores
@@ -330,11 +331,7 @@ class Synthesizer(AttentionLayer):
             dropout=dropout,
             return_attention_scores=return_attention_scores,
         )
-        if state is None:
-            return results
-        return (
-            (*results, state) if return_attention_scores else (results, state)
-        )
+        return append_state(results, state)
 
     def _scores(self, query, key, query_length, key_length, start):
         """Scores of shape `(B, N, T, S)` or `(1, N, T, S)`."""
@@ -379,11 +376,6 @@ class Synthesizer(AttentionLayer):
                     f"positions. Received: a `{name}` of {length} positions, "
                     f"with max_length={self.max_length}"
                 )
-
-    def attention_scores_shape(self, query_shape, value_shape, state=None):
-        if state is not None:
-            value_shape = state["padding_mask"].shape
-        return super().attention_scores_shape(query_shape, value_shape)
 
     def initial_state(self, batch_size, max_length=None):
         """Creates an empty cache of values, and of keys if there are any.
