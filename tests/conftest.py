@@ -12,7 +12,6 @@ if keras.backend.backend() == "jax":
     cache = pathlib.Path(__file__).parent.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True)
