@@ -9,8 +9,8 @@ file will do. It is split as enwik8 is (90 % for training, 5 % for validation,
 5 % for the test), which for `--text enwik8` is the split of the literature.
 
 An LSTM with as many parameters is trained next to it, on the same batches, with
-Adam, which serves it better than the recipe of SHA-RNN. Do not expect attention
-to gain anything in minutes: the paper's gain took a day on a graphics card.
+Adam. What differs between the two is more than attention, so do not read its
+gain off their results: the paper's took a day on a graphics card to show.
 `memory_probe_sharnn.py` shows in half a minute what the memory does.
 
 The program prints bits per character, continues a text, and draws

@@ -14,7 +14,7 @@ class AttachedMask(keras.layers.Layer):
     """
 
     def __init__(self, **kwargs):
-        super().__init__(**kwargs)
+        super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
 
     def call(self, inputs, mask=None):
@@ -22,6 +22,21 @@ class AttachedMask(keras.layers.Layer):
 
     def compute_mask(self, inputs, previous_mask):
         return None
+
+
+class AttachMask(keras.layers.Layer):
+    """Returns a tensor with a mask attached, as losses and metrics look for.
+
+    `compute_mask()` of a model is not enough: the trainer of JAX does not ask
+    for it.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.supports_masking = True
+
+    def call(self, inputs, mask=None):
+        return inputs
 
 
 def merge_masks(owner, shape, **masks):

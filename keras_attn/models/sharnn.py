@@ -5,6 +5,7 @@ import inspect
 import keras
 from keras import ops
 
+from keras_attn.layers.padding import AttachMask
 from keras_attn.layers.sharnn_block import SHARNNBlock
 from keras_attn.models.generation import Generator
 from keras_attn.utils import check_positive_integers
@@ -191,6 +192,7 @@ class SHARNN(keras.Model):
         self.stateful = stateful
         self.seed = seed
         self.supports_masking = True
+        self.attach_mask = AttachMask()
 
         attending = self._attending_layers()
         self.embedding = keras.layers.ReversibleEmbedding(
@@ -369,7 +371,11 @@ class SHARNN(keras.Model):
             x = _reorder(x, inverse)
             all_scores = [_reorder_scores(s, inverse) for s in all_scores]
         logits = self.embedding(x, reverse=True)
-        outputs = [logits + ops.cast(self.output_bias, logits.dtype)]
+        logits = logits + ops.cast(self.output_bias, logits.dtype)
+        if padding_mask is not None:
+            padding_mask = ops.cast(padding_mask, "bool")
+            logits = self.attach_mask(logits, mask=padding_mask)
+        outputs = [logits]
         if return_attention_scores:
             outputs.append(all_scores)
         if state is not None:

@@ -135,7 +135,13 @@ def _project_length(x, projection, name):
     """Multiplies `(B, S, N, H)` along the length into `(B, K, N, H)`."""
     _check_length(f"`{name}`", x, projection.shape[-2])
     projection = ops.cast(projection, x.dtype)
-    projection = projection[..., : ops.shape(x)[1], :]
+    length = ops.shape(x)[1]
+    if isinstance(length, int):
+        projection = projection[..., :length, :]
+    else:
+        # JAX would call the length of a slice the smaller of two unknowns
+        places = ops.arange(length, dtype="int32")
+        projection = ops.take(projection, places, axis=-2)
     if len(projection.shape) == 2:
         return ops.einsum("bsnh,sk->bknh", x, projection)
     return ops.einsum("bsnh,nsk->bknh", x, projection)
