@@ -79,8 +79,11 @@ def test_linear_attention_copies_like_softmax_attention():
     [
         layers.LinearAttention(2, 16, "favor", seed=0),
         layers.LinearAttention(2, 32, "relu"),
+        layers.LinformerAttention(2, 16, 2 * LENGTH, 12),
+        layers.TopKAttention(2, 16, top_k=2),
+        layers.SlidingWindowAttention(2, 16, window_size=2 * LENGTH),
     ],
-    ids=["favor", "relu"],
+    ids=["favor", "relu", "linformer", "top_k", "window"],
 )
 def test_mechanisms_copy(attention):
     assert loss_after_training(attention, steps=300) < 0.3

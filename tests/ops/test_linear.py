@@ -7,6 +7,7 @@ from keras import ops
 from keras_attn.ops import linear_attention
 from keras_attn.ops import positive_random_features
 from tests import golden
+from tests import memory
 from tests import reference
 from tests.backend import compiled
 from tests.backend import gradients
@@ -328,3 +329,16 @@ def test_dropout_acts_on_the_heads():
 def test_causal_attention_of_unequal_lengths_is_refused():
     with pytest.raises(ValueError, match="5 queries and 7 keys"):
         linear_attention(*heads(5, 7), use_causal_mask=True)
+
+
+@pytest.mark.parametrize("use_causal_mask", [False, True])
+def test_memory_grows_with_the_length(use_causal_mask):
+    def attend(query, key, value):
+        return linear_attention(
+            query, key, value, use_causal_mask=use_causal_mask
+        )
+
+    def inputs(length):
+        return [np.ones((1, length, 2, 8), "float32")] * 3
+
+    assert max(memory.growth(attend, inputs, length=512)) <= 4.5

@@ -6,6 +6,7 @@ from keras_attn.ops import dot_product_attention
 from keras_attn.ops import linformer_attention
 from keras_attn.ops import linformer_window_attention
 from tests import golden
+from tests import memory
 from tests import reference
 from tests.backend import gradients
 from tests.backend import run
@@ -327,3 +328,11 @@ def test_sequences_longer_than_the_projection_are_refused():
         )
     with pytest.raises(ValueError, match="window_size.*10.*11"):
         linformer_window_attention(*inputs, 5, 2)
+
+
+def test_memory_grows_with_the_length():
+    def inputs(length):
+        heads = [np.ones((1, length, 2, 8), "float32")] * 3
+        return [*heads, np.ones((length, 16), "float32")]
+
+    assert max(memory.growth(linformer_attention, inputs, length=512)) <= 4.5
