@@ -207,7 +207,6 @@ class AttentionLayer(keras.layers.Layer):
             dtype=self.dtype_policy,
             **kwargs,
         )
-        dense.supports_masking = True  # it is position-wise
         dense.build((None, *input_shape))
         return dense
 
