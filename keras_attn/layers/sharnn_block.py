@@ -1,6 +1,5 @@
 """Block of the SHA-RNN language model."""
 
-import functools
 import inspect
 import itertools
 
@@ -8,6 +7,8 @@ import keras
 from keras import ops
 
 from keras_attn.layers.boom import Boom
+from keras_attn.layers.padding import merge_masks
+from keras_attn.layers.padding import zero_padding
 from keras_attn.layers.single_head_attention import SingleHeadAttention
 from keras_attn.ops.lstm_state import lstm_cell_state
 from keras_attn.utils import check_choice
@@ -257,7 +258,8 @@ class SHARNNBlock(keras.layers.Layer):
         if batch_size is None:
             raise ValueError(
                 f"A stateful `{type(self).__name__}` needs a fixed batch "
-                "size. Build it with one, or call it first on a batch."
+                "size. Build it with one, as in `model.build((batch_size, "
+                "None))`, or call it first on a batch."
             )
         self.training_state, self.inference_state = (
             {
@@ -324,11 +326,13 @@ class SHARNNBlock(keras.layers.Layer):
         variables = self._state_variables(state, training)
         carried = variables if state is None else state
         carried = self._enter(ops.shape(inputs)[0], carried, reset)
-        mask = self._merge_masks(inputs, mask, inputs_mask)
+        mask = merge_masks(
+            self, inputs.shape[:2], mask=mask, inputs_mask=inputs_mask
+        )
         lengths = None
         x = ops.cast(inputs, self.compute_dtype)
         if mask is not None:
-            x = ops.where(mask[:, :, None], x, ops.zeros_like(x))
+            x = zero_padding(x, mask)
             lengths = ops.sum(ops.cast(mask, "int32"), axis=1)
 
         x = self.input_norm(x)
@@ -460,17 +464,6 @@ class SHARNNBlock(keras.layers.Layer):
             memory = ops.take_along_axis(together, slots[:, :, None], axis=1)
             used = used + lengths
         return {"memory": memory, "memory_used": ops.minimum(used, size)}
-
-    def _merge_masks(self, inputs, *masks):
-        masks = [mask for mask in masks if mask is not None]
-        for mask in masks:
-            if keras.backend.is_float_dtype(mask.dtype):
-                raise ValueError(
-                    f"`{type(self).__name__}` needs a boolean `mask`, `False` "
-                    f"for padding. Received: mask.dtype={mask.dtype}"
-                )
-        masks = [ops.cast(mask, "bool") for mask in masks]
-        return functools.reduce(ops.logical_and, masks) if masks else None
 
     def _check_call(self, inputs, state, return_attention_scores):
         name = type(self).__name__

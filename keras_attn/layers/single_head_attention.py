@@ -1,11 +1,13 @@
 """Single-headed attention layer."""
 
-import functools
-
 import keras
 from keras import ops
 
 from keras_attn.layers.padding import AttachedMask
+from keras_attn.layers.padding import differ
+from keras_attn.layers.padding import merge_masks
+from keras_attn.layers.padding import to_boolean
+from keras_attn.layers.padding import zero_padding
 from keras_attn.ops.boom import quick_gelu
 from keras_attn.ops.single_head_attention import single_head_attention
 from keras_attn.utils import check_choice
@@ -187,7 +189,6 @@ class SingleHeadAttention(keras.layers.Layer):
             dtype=self.dtype_policy,
             name=name,
         )
-        dense.supports_masking = True  # it is position-wise
         dense.build((None, None, inputs * features))
         return dense
 
@@ -213,8 +214,9 @@ class SingleHeadAttention(keras.layers.Layer):
         use_causal_mask=False,
     ):
         self._check_call(query, value, key, memory, mask, use_causal_mask)
-        query_mask = self._merge_masks(
-            query,
+        query_mask = merge_masks(
+            self,
+            query.shape[:2],
             mask=mask,
             query_mask=query_mask,
             attached_mask=self.attached_mask(query),
@@ -223,29 +225,33 @@ class SingleHeadAttention(keras.layers.Layer):
             value, attached_mask = query, query_mask
         else:
             attached_mask = self.attached_mask(value)
-        padding_mask = self._merge_masks(
-            value,
+        padding_mask = merge_masks(
+            self,
+            value.shape[:2],
             value_mask=value_mask,
             key_mask=key_mask,
             attached_mask=attached_mask,
             attached_key_mask=None if key is None else self.attached_mask(key),
         )
         # what padding holds, be it NaN, must not even be multiplied with 0
-        query = _zero_padding(query, query_mask)
-        key = None if key is None else _zero_padding(key, padding_mask)
-        value = _zero_padding(value, padding_mask)
+        query = zero_padding(query, query_mask)
+        key = None if key is None else zero_padding(key, padding_mask)
+        value = zero_padding(value, padding_mask)
         if memory is not None:
-            memory_mask = self._merge_masks(memory, memory_mask=memory_mask)
-            memory = _zero_padding(memory, memory_mask)
+            memory_mask = merge_masks(
+                self, memory.shape[:2], memory_mask=memory_mask
+            )
+            memory = zero_padding(memory, memory_mask)
             padding_mask = _join_masks(memory, memory_mask, value, padding_mask)
             key = None if key is None else _join(memory, key)
             value = _join(memory, value)
         key = value if key is None else key
         if attention_mask is not None:
-            attention_mask = self._to_boolean(
-                "attention_mask",
-                attention_mask,
-                (query.shape[0], query.shape[1], value.shape[1]),
+            shape = (query.shape[0], query.shape[1], value.shape[1])
+            if len(attention_mask.shape) == 4:
+                shape = (shape[0], self.num_heads, *shape[1:])
+            attention_mask = to_boolean(
+                self, "attention_mask", attention_mask, shape, broadcast=True
             )
 
         query = self.query_norm(self.query_dense(query))
@@ -275,7 +281,10 @@ class SingleHeadAttention(keras.layers.Layer):
             mixed = ops.concatenate([output, query_gate * query], axis=-1)
             output = output * ops.sigmoid(self._cast(self.mixing_vector))
             output = output + quick_gelu(self.mixing_dense(mixed))
-        output = _zero_padding(output, query_mask)
+        output = zero_padding(output, query_mask)
+        if scores and query_mask is not None:
+            visible = query_mask[:, None, :, None]
+            scores = [ops.where(visible, scores[0], ops.zeros_like(scores[0]))]
         return (output, *scores) if scores else output
 
     def _cast(self, vector):
@@ -341,7 +350,7 @@ class SingleHeadAttention(keras.layers.Layer):
                 f"features of `query`. Received: num_heads={self.num_heads}, "
                 f"query.shape={tuple(query_shape)}"
             )
-        if _differ(value_shape[1], key_shape[1]):
+        if differ(value_shape[1], key_shape[1]):
             raise ValueError(
                 f"The lengths of `value` and `key` of `{type(self).__name__}` "
                 f"must be equal. Received: value.shape={tuple(value_shape)}, "
@@ -358,7 +367,7 @@ class SingleHeadAttention(keras.layers.Layer):
                 f"`{name}` cannot tell whether `mask` is that of `query` or of "
                 "`value`. Pass `query_mask` and `value_mask` instead."
             )
-        if use_causal_mask and _differ(query.shape[1], value_shape[1]):
+        if use_causal_mask and differ(query.shape[1], value_shape[1]):
             raise ValueError(
                 f"`{name}` needs as many keys as queries for "
                 "`use_causal_mask`; what precedes them belongs into `memory`. "
@@ -371,37 +380,6 @@ class SingleHeadAttention(keras.layers.Layer):
                 f"Received: query.shape={tuple(query.shape)}, "
                 f"memory.shape={tuple(memory.shape)}"
             )
-
-    def _merge_masks(self, x, **masks):
-        """Combines the padding masks of `(B, T, F)`, or returns `None`."""
-        masks = [
-            self._to_boolean(name, mask, x.shape[:2])
-            for name, mask in masks.items()
-            if mask is not None
-        ]
-        return functools.reduce(ops.logical_and, masks) if masks else None
-
-    def _to_boolean(self, name, mask, shape):
-        """Checks the dtype and shape of a mask, and casts it to boolean."""
-        mask = ops.convert_to_tensor(mask)
-        if keras.backend.is_float_dtype(mask.dtype):
-            raise ValueError(
-                f"`{type(self).__name__}` needs a boolean `{name}`, `True` for "
-                "what may be attended. Floats could mean that or a bias. "
-                f"Received: {name}.dtype={mask.dtype}"
-            )
-        if len(mask.shape) == 4:
-            shape = (shape[0], self.num_heads, *shape[1:])
-        sizes = tuple(mask.shape)
-        if len(sizes) != len(shape) or any(
-            size != 1 and _differ(size, expected)
-            for size, expected in zip(sizes, shape, strict=True)
-        ):
-            raise ValueError(
-                f"`{type(self).__name__}` needs a `{name}` that broadcasts to "
-                f"{tuple(shape)}. Received: {name}.shape={sizes}"
-            )
-        return ops.cast(mask, "bool")
 
     def compute_output_shape(
         self, query_shape, value_shape=None, key_shape=None
@@ -451,13 +429,6 @@ class SingleHeadAttention(keras.layers.Layer):
         return {**super().get_config(), **config}
 
 
-def _zero_padding(x, mask):
-    """Puts zeros where a mask of shape `(B, T)` is `False`."""
-    if mask is None:
-        return x
-    return ops.where(mask[:, :, None], x, ops.zeros_like(x))
-
-
 def _join(memory, x):
     """Puts the memory before `(B, S, F)`."""
     return ops.concatenate([ops.cast(memory, x.dtype), x], axis=1)
@@ -468,16 +439,7 @@ def _join_masks(memory, memory_mask, x, mask):
     if memory_mask is None and mask is None:
         return None
     memory_mask, mask = (
-        ops.ones(ops.shape(y)[:2], dtype="bool")
-        if y_mask is None
-        else ops.broadcast_to(y_mask, ops.shape(y)[:2])
+        ops.ones(ops.shape(y)[:2], dtype="bool") if y_mask is None else y_mask
         for y, y_mask in ((memory, memory_mask), (x, mask))
     )
     return ops.concatenate([memory_mask, mask], axis=1)
-
-
-def _differ(size, expected):
-    """Whether two sizes are known, and not the same."""
-    return (
-        isinstance(size, int) and isinstance(expected, int) and size != expected
-    )

@@ -10,6 +10,7 @@ from keras_attn.ops import strided_sparse_attention
 from keras_attn.ops import update_key_value_cache
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
+from keras_attn.utils import invalid
 
 
 @keras.saving.register_keras_serializable(package="keras_attn")
@@ -215,17 +216,14 @@ class FixedSparseAttention(AttentionLayer):
         check_choice(self, ("split", "merged", "local", "summary"), heads=heads)
         _check_split(self, heads)
         if num_summary * num_subblocks > block_size:
-            raise ValueError(
-                "`num_subblocks` summaries of `num_summary` positions do not "
-                "fit into a block. Received: "
-                f"block_size={block_size}, num_summary={num_summary}, "
-                f"num_subblocks={num_subblocks}"
+            wanted = (
+                f"few enough for num_subblocks={num_subblocks} summaries to "
+                f"fit into block_size={block_size}"
             )
+            raise invalid(self, "num_summary", num_summary, wanted)
         if num_heads % num_subblocks:
-            raise ValueError(
-                "`num_heads` must be divisible by `num_subblocks`. Received: "
-                f"num_heads={num_heads}, num_subblocks={num_subblocks}"
-            )
+            wanted = f"a divisor of num_heads={num_heads}"
+            raise invalid(self, "num_subblocks", num_subblocks, wanted)
         self.block_size = block_size
         self.num_summary = num_summary
         self.num_subblocks = num_subblocks

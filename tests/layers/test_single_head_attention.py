@@ -202,6 +202,18 @@ def test_query_without_keys_gets_zeros_and_finite_gradients():
         assert np.isfinite(gradient).all()
 
 
+def test_masked_queries_attend_to_nothing():
+    layer, x = trained_layer(), random(2, 5, 6)
+    mask = np.array([[True, True, False, True, True]] * 2)
+
+    def call(x):
+        return layer(x, query_mask=mask, return_attention_scores=True)
+
+    output, scores = run(call, x)
+    assert (output[:, 2] == 0).all() and (scores[:, :, 2] == 0).all()
+    assert (scores[:, :, 1].sum(axis=-1) > 0.99).all()
+
+
 def test_masks_are_read_and_combined():
     x = random(2, 5, 6)
     layer = trained_layer()

@@ -68,12 +68,12 @@ def check(layer, mask, use_causal_mask):
         (
             FixedSparseAttention,
             {"block_size": 4, "num_summary": 2, "num_subblocks": 4},
-            "do not fit",
+            "FixedSparseAttention.*fit into block_size=4.*num_summary=2",
         ),
         (
             FixedSparseAttention,
             {"block_size": 9, "num_summary": 2, "num_subblocks": 3},
-            "divisible",
+            "FixedSparseAttention.*divisor of num_heads=4.*num_subblocks=3",
         ),
         (
             FixedSparseAttention,
