@@ -231,7 +231,7 @@ def main(arguments):
         stream=functools.partial(print, end="", flush=True),
     )
     print("\n")
-    draw(model, parts[2], histories, results, steps, arguments.output)
+    draw(model, parts[2], histories, results, steps, arguments.outputs)
 
 
 def attention_on(model, text, length=48, before=160):
@@ -245,7 +245,7 @@ def attention_on(model, text, length=48, before=160):
     return keras.ops.convert_to_numpy(scores[0])[0, 0], tokens[0]
 
 
-def draw(model, text, histories, results, steps, output):
+def draw(model, text, histories, results, steps, outputs):
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(13, 4.6), width_ratios=[1, 1.7], layout="constrained"
     )
@@ -288,10 +288,11 @@ def draw(model, text, histories, results, steps, output):
     right.set_ylabel("position that looks back")
     right.set_title("What the head attends to, relative to the most of a row")
     figure.colorbar(image, ax=right, shrink=0.9)
-    pathlib.Path(output).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150)
+    outputs.mkdir(parents=True, exist_ok=True)
+    path = outputs / "language_model_sharnn.png"
+    figure.savefig(path, dpi=150)
     plt.close(figure)
-    print(f"Wrote {output}")
+    print(f"Wrote {path}")
 
 
 if __name__ == "__main__":
@@ -304,5 +305,5 @@ if __name__ == "__main__":
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--backup", help="folder to resume from")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="outputs/language_model_sharnn.png")
+    parser.add_argument("--outputs", type=pathlib.Path, default="outputs")
     main(parser.parse_args())

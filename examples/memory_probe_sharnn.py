@@ -114,7 +114,7 @@ def recall(model, slots, strings, keep_lstm=True):
     return (said == strings[:, 1:]).mean(), scores
 
 
-def main(quick=False, seed=0, output="outputs/memory_probe_sharnn.png"):
+def main(quick, seed, outputs):
     strings = draw_strings(300, np.random.default_rng(seed + 1))
     model, steps = train("penultimate", 600, seed)
     print(f"\nLearnt to repeat within a segment in {steps} steps.\n")
@@ -133,10 +133,10 @@ def main(quick=False, seed=0, output="outputs/memory_probe_sharnn.png"):
         f"\nThe same model without attention, after {steps} steps: "
         f"{without:.3f}. Chance is {1 / ALPHABET:.3f}."
     )
-    draw(results, without, scores[0, 0], strings[0], output)
+    draw(results, without, scores[0, 0], strings[0], outputs)
 
 
-def draw(results, without, scores, symbols, output):
+def draw(results, without, scores, symbols, outputs):
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(11, 4.4), width_ratios=[1, 1.2], layout="constrained"
     )
@@ -175,10 +175,11 @@ def draw(results, without, scores, symbols, output):
     right.set_ylabel("position that looks back")
     right.set_title("What the head attends to while it recalls")
     figure.colorbar(image, ax=right, label="attention weight", shrink=0.9)
-    pathlib.Path(output).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150)
+    outputs.mkdir(parents=True, exist_ok=True)
+    path = outputs / "memory_probe_sharnn.png"
+    figure.savefig(path, dpi=150)
     plt.close(figure)
-    print(f"Wrote {output}")
+    print(f"Wrote {path}")
 
 
 if __name__ == "__main__":
@@ -187,6 +188,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--quick", action="store_true", help="fewer numbers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="outputs/memory_probe_sharnn.png")
+    parser.add_argument("--outputs", type=pathlib.Path, default="outputs")
     arguments = parser.parse_args()
-    main(arguments.quick, arguments.seed, arguments.output)
+    main(arguments.quick, arguments.seed, arguments.outputs)

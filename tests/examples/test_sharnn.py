@@ -8,9 +8,8 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 def run_quickly(name, tmp_path):
     """Runs an example with `--quick`; returns the lines that it prints."""
-    picture = tmp_path / "picture.png"
     result = subprocess.run(
-        [sys.executable, EXAMPLES / name, "--quick", "--output", picture],
+        [sys.executable, EXAMPLES / name, "--quick", "--outputs", tmp_path],
         env={
             **os.environ,
             "MPLBACKEND": "agg",
@@ -20,6 +19,7 @@ def run_quickly(name, tmp_path):
         text=True,
     )
     assert result.returncode == 0, result.stderr[-3000:]
+    picture = (tmp_path / name).with_suffix(".png")
     assert picture.stat().st_size > 10_000
     return result.stdout.splitlines()
 

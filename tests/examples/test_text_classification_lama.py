@@ -17,7 +17,8 @@ def test_articles_are_trained_or_tested_on():
 
 
 def test_quick_run_learns_and_draws(tmp_path):
-    accuracies = example.main(["--quick", "--output", str(tmp_path)])
-    assert (tmp_path / "lama_words.png").stat().st_size > 10_000
+    accuracies = example.main(["--quick", "--outputs", str(tmp_path / "new")])
+    picture = tmp_path / "new" / "text_classification_lama.png"
+    assert picture.stat().st_size > 10_000
     # chance is about a quarter
     assert np.mean(accuracies["LAMA"]) > 0.4
