@@ -1,5 +1,6 @@
 """Small helpers shared by layers and ops."""
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -32,6 +33,18 @@ def invalid(owner, name, value, wanted):
         f"Invalid `{name}` of `{type(owner).__name__}`: argument `{name}` must "
         f"be {wanted}. Received: {name}={value!r}"
     )
+
+
+def sublayers(layer):
+    """All layers inside a layer or model, each once, outermost first."""
+    found, waiting = {}, [layer]
+    while waiting:
+        for value in keras.tree.flatten(list(vars(waiting.pop(0)).values())):
+            if isinstance(value, keras.layers.Layer) and value is not layer:
+                if id(value) not in found:
+                    found[id(value)] = value
+                    waiting.append(value)
+    return list(found.values())
 
 
 def clone_initializer(initializer):
