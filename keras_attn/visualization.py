@@ -101,7 +101,9 @@ class _Observer:
 
 
 def _has_scores(layer):
-    """Whether a layer can return its weights."""
+    """Whether a layer attends by itself and can return its weights."""
+    if isinstance(layer, (keras.Model, layers.SHARNNBlock)):
+        return False  # what attends, if anything, is inside
     call = (
         layer.attend if isinstance(layer, layers.AttentionLayer) else layer.call
     )
@@ -500,6 +502,8 @@ def plot_lsh_buckets(layer, query, head=0, axes=None):
         edge = len(buckets) - 0.5
         axis.imshow(image, extent=(-1.5, edge, edge, -1.5))
         _draw_grid(axis, len(buckets), len(buckets))
+        axis.axhline(-0.5, color="black", lw=2)
+        axis.axvline(-0.5, color="black", lw=2)
         axis.set_title(title)
         axis.set_xlabel("key")
     axes[0].set_ylabel("query")
