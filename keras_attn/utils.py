@@ -52,6 +52,16 @@ def clone_initializer(initializer):
     return initializer.__class__.from_config(initializer.get_config())
 
 
+def serialize_sublayer(layer):
+    """The configuration of a layer, or `None`, that its owner will build.
+
+    Keras would have it built on its own, and so its weights named without
+    their owner.
+    """
+    config = keras.saving.serialize_keras_object(layer)
+    return config and {k: v for k, v in config.items() if k != "build_config"}
+
+
 def concrete_integer(x):
     """The value of a scalar tensor, or `None` while a compiler traces it."""
     try:
