@@ -2,6 +2,7 @@
 
 from keras_attn import conversion
 from keras_attn import data
+from keras_attn import distribution
 from keras_attn import layers
 from keras_attn import models
 from keras_attn import ops
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "conversion",
     "data",
+    "distribution",
     "layers",
     "models",
     "ops",

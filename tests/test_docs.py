@@ -24,6 +24,7 @@ def all_examples():
     for module in (
         keras_attn.conversion,
         keras_attn.data,
+        keras_attn.distribution,
         keras_attn.layers,
         keras_attn.models,
         keras_attn.ops,

@@ -19,6 +19,7 @@ PACKAGE = pathlib.Path(keras_attn.__file__).parent
 MODULES = (
     keras_attn.conversion,
     keras_attn.data,
+    keras_attn.distribution,
     keras_attn.layers,
     keras_attn.models,
     keras_attn.ops,

@@ -12,6 +12,7 @@ from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 
 
@@ -170,6 +171,9 @@ class AttentionLayer(keras.layers.Layer):
         value_shape = query_shape if value_shape is None else value_shape
         key_shape = value_shape if key_shape is None else key_shape
         self._check_shapes(query_shape, value_shape, key_shape)
+        check_shards(
+            self, "attention_output/kernel", 0, num_heads=self.num_heads
+        )
         self.query_dense = self._add_heads("query", query_shape, self.key_dim)
         self.key_dense = self._add_heads("key", key_shape, self.key_dim)
         self.value_dense = self._add_heads("value", value_shape, self.value_dim)

@@ -17,6 +17,7 @@ from keras_attn.ops.single_head_attention import single_head_attention
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 
 
@@ -158,6 +159,7 @@ class SingleHeadAttention(keras.layers.Layer):
         key_shape = value_shape if key_shape is None else key_shape
         self._check_shapes(query_shape, value_shape, key_shape)
         units = query_shape[-1]
+        check_shards(self, "query/kernel", 1, features=units)
         self.query_dense = self._add_dense("query", units, units)
         self.query_norm = keras.layers.LayerNormalization(
             epsilon=1e-12, dtype=self.dtype_policy, name="query_norm"
