@@ -8,6 +8,8 @@ from keras_attn.layers.padding import differ
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops.boom import quick_gelu
 from keras_attn.ops.single_head_attention import single_head_attention
 from keras_attn.utils import check_choice
@@ -411,6 +413,8 @@ class SingleHeadAttention(keras.layers.Layer):
         shape = (query.shape[0], self.num_heads, query.shape[1], keys)
         return output, keras.KerasTensor(shape, dtype=self.compute_dtype)
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             "num_heads": self.num_heads,
@@ -426,7 +430,7 @@ class SingleHeadAttention(keras.layers.Layer):
             ),
             "seed": self.seed,
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}
 
 
 def _join(memory, x):
