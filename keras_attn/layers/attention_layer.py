@@ -10,6 +10,8 @@ from keras_attn.layers.padding import differ
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
 from keras_attn.utils import check_shards
@@ -448,6 +450,8 @@ class AttentionLayer(keras.layers.Layer):
             )
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             "num_heads": self.num_heads,
@@ -479,7 +483,7 @@ class AttentionLayer(keras.layers.Layer):
             ),
             "seed": self.seed,
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}
 
 
 def _is_seen(attention_mask):

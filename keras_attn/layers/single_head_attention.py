@@ -12,6 +12,8 @@ from keras_attn.layers.streaming import append_state
 from keras_attn.ops import key_value_cache
 from keras_attn.ops import key_value_cache_mask
 from keras_attn.ops import update_key_value_cache
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops.boom import quick_gelu
 from keras_attn.ops.single_head_attention import single_head_attention
 from keras_attn.utils import check_choice
@@ -490,6 +492,8 @@ class SingleHeadAttention(keras.layers.Layer):
             )
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             "num_heads": self.num_heads,
@@ -505,7 +509,7 @@ class SingleHeadAttention(keras.layers.Layer):
             ),
             "seed": self.seed,
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}
 
 
 def _join(memory, x):
