@@ -7,6 +7,7 @@ from keras_attn import layers
 from keras_attn import models
 from keras_attn import ops
 from keras_attn import optimizers
+from keras_attn import visualization
 from keras_attn.layers import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -18,5 +19,6 @@ __all__ = [
     "models",
     "ops",
     "optimizers",
+    "visualization",
     *layers.__all__,
 ]

@@ -35,6 +35,18 @@ def invalid(owner, name, value, wanted):
     )
 
 
+def sublayers(layer):
+    """All layers inside a layer or model, each once, outermost first."""
+    found, waiting = {}, [layer]
+    while waiting:
+        for value in keras.tree.flatten(list(vars(waiting.pop(0)).values())):
+            if isinstance(value, keras.layers.Layer) and value is not layer:
+                if id(value) not in found:
+                    found[id(value)] = value
+                    waiting.append(value)
+    return list(found.values())
+
+
 def check_shards(layer, weight, axis, **sizes):
     """Raises `ValueError` if a layout map cannot split an axis equally.
 
@@ -69,6 +81,16 @@ def check_shards(layer, weight, axis, **sizes):
 def clone_initializer(initializer):
     """Copies an initializer, because one instance always draws one value."""
     return initializer.__class__.from_config(initializer.get_config())
+
+
+def serialize_sublayer(layer):
+    """The configuration of a layer, or `None`, that its owner will build.
+
+    Keras would have it built on its own, and so its weights named without
+    their owner.
+    """
+    config = keras.saving.serialize_keras_object(layer)
+    return config and {k: v for k, v in config.items() if k != "build_config"}
 
 
 def concrete_integer(x):

@@ -563,10 +563,46 @@ MUTANTS = [
     ),
     # conversion
     (
-        "conversion.py",
-        '.weight").T  # from (out, in)',
-        '.weight")',
-        "ops/test_longformer.py layers/test_longformer_attention.py",
+        "conversion/state_dict.py",
+        '.weight"].T  # from (out, in)',
+        '.weight"]',
+        "layers/test_longformer_attention.py",
+    ),
+    (
+        "conversion/state_dict.py",
+        "kernel = kernel.reshape(num_heads, -1, kernel.shape[1])",
+        "kernel = kernel.reshape(-1, num_heads, kernel.shape[1])",
+        "conversion/test_torch_attention.py conversion/test_reformer.py",
+    ),
+    (
+        "conversion/reformer.py",
+        '*attention.heads("query_key", num_heads)',
+        "*value",
+        "conversion/test_reformer.py",
+    ),
+    (
+        "conversion/torch_attention.py",
+        "weights.split_heads(kernel.T, bias, num_heads)",
+        "weights.split_heads(kernel, bias, num_heads)",
+        "conversion/test_torch_attention.py",
+    ),
+    (
+        "conversion/cbam_resnet.py",
+        '("weight", "bias", "running_mean", "running_var")',
+        '("weight", "bias", "running_var", "running_mean")',
+        "conversion/test_cbam_resnet.py",
+    ),
+    (
+        "conversion/cbam_resnet.py",
+        '"shortcut_bn": "downsample.1",',
+        '"shortcut_bn": "bn2",',
+        "conversion/test_cbam_resnet.py",
+    ),
+    (
+        "conversion/sharnn.py",
+        "yield cell.bias, np.add(*biases)",
+        "yield cell.bias, biases[0]",
+        "models/test_sharnn.py -k golden",
     ),
     # sparse transformer
     (

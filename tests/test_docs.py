@@ -29,6 +29,7 @@ def all_examples():
         keras_attn.models,
         keras_attn.ops,
         keras_attn.optimizers,
+        keras_attn.visualization,
     ):
         for name in module.__all__:
             text = inspect.getdoc(getattr(module, name)) or ""

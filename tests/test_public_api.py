@@ -24,6 +24,7 @@ MODULES = (
     keras_attn.models,
     keras_attn.ops,
     keras_attn.optimizers,
+    keras_attn.visualization,
 )
 
 

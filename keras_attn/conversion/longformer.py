@@ -1,8 +1,7 @@
-"""Weights of published models, in the order of our layers."""
+"""Weights of the Longformer of Hugging Face."""
 
-import numpy as np
-
-__all__ = ["longformer_weights"]
+from keras_attn.conversion.state_dict import StateDict
+from keras_attn.conversion.state_dict import identity_output
 
 
 def longformer_weights(state_dict, num_heads, prefix=""):
@@ -44,46 +43,19 @@ def longformer_weights(state_dict, num_heads, prefix=""):
     layer.set_weights(longformer_weights(state_dict, num_heads=2))
     ```
     """
-    inner = f"{prefix}self."
-    is_whole = f"{inner}query.weight" in state_dict
-    if not is_whole:
-        inner = prefix
-    if f"{inner}query.weight" not in state_dict:
-        found = [name for name in state_dict if name.endswith("query.weight")]
-        raise ValueError(
-            "`longformer_weights` finds no weight "
-            f"'{prefix}self.query.weight' or '{prefix}query.weight'. "
-            f"Received: prefix={prefix!r}, and of such names {found}"
-        )
-
-    def weight(name):
-        return np.asarray(state_dict[name])
-
-    features = weight(f"{inner}query.weight").shape[1]
-    if features % num_heads:
-        raise ValueError(
-            "`longformer_weights` needs a `num_heads` that divides the "
-            f"{features} features. Received: num_heads={num_heads}"
-        )
-    shape = (num_heads, features // num_heads)
-
-    def heads(name):
-        kernel = weight(f"{inner}{name}.weight").T  # from (out, in)
-        bias = weight(f"{inner}{name}.bias")
-        return [kernel.reshape(features, *shape), bias.reshape(shape)]
-
-    if is_whole:
-        kernel = weight(f"{prefix}output.dense.weight").T
-        bias = weight(f"{prefix}output.dense.bias")
+    weights = StateDict("longformer_weights", state_dict, prefix)
+    attention = weights.inside("self.", "query.weight")
+    query, key, value, *global_projections = (
+        attention.heads(name + suffix, num_heads)
+        for suffix in ("", "_global")
+        for name in ("query", "key", "value")
+    )
+    if attention is weights:
+        output = identity_output(value)
     else:
-        kernel, bias = np.eye(features), np.zeros(features)
-    output = [kernel.reshape(*shape, features), bias]
+        output = weights.output("output.dense", num_heads)
     return [
-        *heads("query"),
-        *heads("key"),
-        *heads("value"),
-        *output,
-        *heads("query_global"),
-        *heads("key_global"),
-        *heads("value_global"),
+        array
+        for arrays in (query, key, value, output, *global_projections)
+        for array in arrays
     ]
