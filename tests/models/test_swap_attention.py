@@ -219,6 +219,13 @@ def test_a_decoder_of_keras_hub():
     x = sequence()
     expected = run(lambda x: old(x), x)
     np.testing.assert_allclose(run(lambda x: new(x), x), expected, atol=2e-5)
+    cache = np.zeros((2, 2, 7, 3, 4), "float32")
+    with pytest.raises(ValueError, match="does not support `cache`"):
+        new.get_layer("decoder")(
+            x,
+            self_attention_cache=cache,
+            self_attention_cache_update_index=0,
+        )
     # its causality is an `attention_mask` of all pairs
     new, _ = swap_attention(old, keras_attn.LinearAttention)
     with pytest.raises(ValueError, match="does not support `attention_mask`"):
