@@ -1,5 +1,6 @@
 """Small helpers shared by layers and ops."""
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -37,6 +38,16 @@ def invalid(owner, name, value, wanted):
 def clone_initializer(initializer):
     """Copies an initializer, because one instance always draws one value."""
     return initializer.__class__.from_config(initializer.get_config())
+
+
+def serialize_sublayer(layer):
+    """The configuration of a layer, or `None`, that its owner will build.
+
+    Keras would have it built on its own, and so its weights named without
+    their owner.
+    """
+    config = keras.saving.serialize_keras_object(layer)
+    return config and {k: v for k, v in config.items() if k != "build_config"}
 
 
 def concrete_integer(x):
