@@ -1,9 +1,13 @@
 """Runs the suite on one backend per process: `KERAS_BACKEND=jax pytest`."""
 
+import contextlib
 import pathlib
 
 import keras
 import pytest
+
+from tests.support import CELLS
+from tests.support import cells_of
 
 if keras.backend.backend() == "jax":
     import jax
@@ -18,6 +22,44 @@ if keras.backend.backend() == "jax":
 def fresh_state():
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def unsupported(record_property):
+    """Asserts that something still fails, for a reason that the docs give.
+
+    `docs/support.md` prints the reason. Once what fails is mended, the test
+    fails, so that the page cannot go on saying so.
+    """
+
+    @contextlib.contextmanager
+    def expect_failure(reason, error=Exception, match=None):
+        record_property("unsupported", reason)
+        with pytest.raises(error, match=match):
+            yield
+
+    return expect_failure
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--nightly",
+        action="store_true",
+        help="run the tests marked `nightly`, which take minutes, as well",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    config.stash[CELLS] = set()
+    for item in items:
+        cells = cells_of(item)
+        config.stash[CELLS].update(cells)
+        item.user_properties += [("support", cell) for cell in cells]
+    if not config.getoption("--nightly"):
+        slow = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
 
 
 def pytest_report_header():

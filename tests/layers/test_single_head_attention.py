@@ -152,6 +152,7 @@ def test_value_gate_multiplies_the_output(gate):
     )
 
 
+@pytest.mark.support("Sequences", "causal", layers=["SingleHeadAttention"])
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_memory_is_seen_by_all_and_the_future_by_none(num_heads):
     x, memory = random(2, 5, 6), random(2, 4, 6, seed=1)
@@ -178,6 +179,9 @@ def test_memory_is_seen_by_all_and_the_future_by_none(num_heads):
     np.testing.assert_array_equal(run(call, x, memory, mask)[0], output)
 
 
+@pytest.mark.support(
+    "Masks", "padding is invisible", layers=["SingleHeadAttention"]
+)
 def test_padding_is_invisible_wherever_it_is():
     x = random(2, 5, 6)
     layer = trained_layer()
@@ -189,6 +193,7 @@ def test_padding_is_invisible_wherever_it_is():
     np.testing.assert_array_equal(padded[:, [0, 4]], 0)
 
 
+@pytest.mark.support("Masks", "empty rows", layers=["SingleHeadAttention"])
 def test_query_without_keys_gets_zeros_and_finite_gradients():
     x = random(2, 5, 6)
     layer = trained_layer()
@@ -214,6 +219,7 @@ def test_masked_queries_attend_to_nothing():
     assert (scores[:, :, 1].sum(axis=-1) > 0.99).all()
 
 
+@pytest.mark.support("Masks", "attached masks", layers=["SingleHeadAttention"])
 def test_masks_are_read_and_combined():
     x = random(2, 5, 6)
     layer = trained_layer()
@@ -296,6 +302,7 @@ def test_half_precision_stays_close(dtype):
     np.testing.assert_allclose(output, expected, atol=0.03, rtol=0.03)
 
 
+@pytest.mark.support("Sequences", "any length", layers=["SingleHeadAttention"])
 def test_functional_model_with_scores_and_free_lengths():
     inputs = keras.Input((None, 6))
     memory = keras.Input((None, 6))
