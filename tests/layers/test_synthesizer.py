@@ -84,11 +84,17 @@ def from_definitions(data):
         arguments["factors"] = sizes
     if "R1" in data:
         arguments["rank"] = data["R1"].shape[-1]
-    return arguments, {
+    values = {
         path: data[name]
         for path, name in PATHS.items()
         if data.get(name) is not None
     }
+    if arguments.get("hidden_dim") == 0:  # factors of the query itself
+        for path in [
+            path for path in values if path.startswith(("left/", "right/"))
+        ]:
+            values[f"query_{path}"] = values.pop(path)
+    return arguments, values
 
 
 def from_mesh_tensorflow(data):
