@@ -78,15 +78,13 @@ class TransformerBlock(keras.layers.Layer):
     import keras
     import keras_attn
 
-    block = keras_attn.TransformerBlock(
-        keras_attn.LinearAttention(num_heads=2, key_dim=8), intermediate_dim=64
-    )
-    x = keras.random.normal((2, 11, 16))
-    y = block(x, use_causal_mask=True)  # (2, 11, 16)
-
-    state = block.initial_state(batch_size=2)
-    first, state = block(x[:, :7], state=state)
-    second, state = block(x[:, 7:], state=state)
+    x = inputs = keras.Input((None, 16))
+    for _ in range(2):
+        x = keras_attn.TransformerBlock(
+            keras_attn.LinearAttention(num_heads=2, key_dim=8),
+            intermediate_dim=64,
+        )(x, use_causal_mask=True)
+    model = keras.Model(inputs, x)
     ```
     """
 

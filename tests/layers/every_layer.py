@@ -40,7 +40,11 @@ class Example:
     def layer(self, **kwargs):
         """A new layer, with room for sequences of `LONGEST` positions."""
         room = {"max_length": LONGEST} if "max_length" in self.kwargs else {}
-        return self.cls(**{**self.kwargs, **room, **kwargs})
+        arguments = {**self.kwargs, **room, **kwargs}
+        for name, value in arguments.items():
+            if isinstance(value, keras.layers.Layer):  # one of its own
+                arguments[name] = value.from_config(value.get_config())
+        return self.cls(**arguments)
 
     def built(self, **kwargs):
         layer = self.layer(**kwargs)
@@ -86,6 +90,14 @@ EXAMPLES = [
     Example(layers.SingleHeadAttention),
     Example(layers.SHARNNBlock, {"intermediate_dim": 26, "memory_length": 7}),
     Example(layers.Boom, {"intermediate_dim": 26}),
+    Example(
+        layers.TransformerBlock,
+        {
+            "attention": layers.MultiHeadAttention(num_heads=3, key_dim=5),
+            "intermediate_dim": 26,
+        },
+        idle=("key/bias",),
+    ),
     Example(layers.LAMA, {"num_heads": 3, "rank": 2, "hidden_dim": 7}),
     Example(layers.ChannelAttention, {"reduction_ratio": 3}, is_map=True),
     Example(layers.SpatialAttention, {"kernel_size": 3}, is_map=True),
