@@ -1,7 +1,4 @@
-"""Every layer, small, for what must work with all of them.
-
-`test_support.py` and its likes run every test on every line of `EXAMPLES`.
-"""
+"""Every layer, small, for what must work with all of them."""
 
 import dataclasses
 import inspect

@@ -51,7 +51,7 @@ def test_compiled_model_predicts_and_trains_as_an_eager_one(example):
 
 
 @pytest.mark.support("Compilation", "one trace per length, none per batch")
-@nightly_but("SlidingWindowAttention", "SHARNNBlock")
+@nightly_but("SlidingWindowAttention")
 def test_one_trace_for_each_length(example):
     """Further batches, and on TensorFlow further lengths, take no trace."""
     if keras.backend.backend() == "torch":

@@ -12,7 +12,6 @@ from tests.backend import compiled
 from tests.backend import quick
 from tests.backend import to_numpy
 from tests.layers.every_layer import LENGTH
-from tests.layers.every_layer import every_layer
 from tests.layers.every_layer import nightly_but
 
 TOLERANCES = {"mixed_float16": 0.01, "mixed_bfloat16": 0.05}
@@ -77,7 +76,7 @@ def check_half_precision(example, policy):
 
 
 @pytest.mark.support("Precision", "`mixed_float16`")
-@nightly_but("LongformerAttention", "SHARNNBlock", "CBAM")
+@nightly_but("MultiHeadAttention", "SHARNNBlock")
 def test_float16_is_close_and_trains_with_loss_scaling(example):
     check_half_precision(example, "mixed_float16")
 
@@ -101,7 +100,7 @@ def double_precision():
 
 
 @pytest.mark.support("Precision", "`float64`")
-@every_layer
+@nightly_but("MultiHeadAttention")
 def test_float64_has_the_digits_of_float64(example, unsupported):
     x, mask = inputs_of(example)
     full = example.built()
