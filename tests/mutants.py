@@ -563,10 +563,89 @@ MUTANTS = [
     ),
     # conversion
     (
-        "conversion.py",
-        '.weight").T  # from (out, in)',
-        '.weight")',
-        "ops/test_longformer.py layers/test_longformer_attention.py",
+        "conversion/state_dict.py",
+        '.weight"].T  # from (out, in)',
+        '.weight"]',
+        "layers/test_longformer_attention.py",
+    ),
+    (
+        "conversion/state_dict.py",
+        "kernel = kernel.reshape(num_heads, -1, kernel.shape[1])",
+        "kernel = kernel.reshape(-1, num_heads, kernel.shape[1])",
+        "conversion/test_torch_attention.py conversion/test_reformer.py",
+    ),
+    (
+        "conversion/reformer.py",
+        '*attention.heads("query_key", num_heads)',
+        "*value",
+        "conversion/test_reformer.py",
+    ),
+    (
+        "conversion/torch_attention.py",
+        "weights.split_heads(kernel.T, bias, num_heads)",
+        "weights.split_heads(kernel, bias, num_heads)",
+        "conversion/test_torch_attention.py",
+    ),
+    (
+        "conversion/cbam_resnet.py",
+        '("weight", "bias", "running_mean", "running_var")',
+        '("weight", "bias", "running_var", "running_mean")',
+        "conversion/test_cbam_resnet.py",
+    ),
+    (
+        "conversion/cbam_resnet.py",
+        '"shortcut_bn": "downsample.1",',
+        '"shortcut_bn": "bn2",',
+        "conversion/test_cbam_resnet.py",
+    ),
+    (
+        "conversion/sharnn.py",
+        "yield cell.bias, np.add(*biases)",
+        "yield cell.bias, biases[0]",
+        "models/test_sharnn.py -k golden",
+    ),
+    # swapped attention
+    (
+        "layers/attention_layer.py",
+        "            attention_mask=self._masks_keys(attention_mask),\n",
+        "",
+        "layers/test_behaviour.py -k keys_alone",
+    ),
+    (
+        "models/swap_attention.py",
+        'name.startswith(("key/", "value/"))',
+        'name.startswith("key/")',
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        "repeats, axis=-2)",
+        "repeats, axis=-1)",
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        "                target.assign(source)\n",
+        "                pass\n",
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        'name.replace("_global/", "/")',
+        "name",
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        '            attention[name].pop("build_config", None)\n',
+        "",
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        '        del arguments["key"]  # what it is by default\n',
+        "        pass\n",
+        "models/test_swap_attention.py",
     ),
     # sparse transformer
     (

@@ -9,6 +9,7 @@ from keras_attn.ops.boom import quick_gelu
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 
 
@@ -95,6 +96,9 @@ class Boom(keras.layers.Layer):
                 f"intermediate_dim={self.intermediate_dim}, "
                 f"input_shape={tuple(input_shape)}"
             )
+        check_shards(
+            self, "up/kernel", 1, intermediate_dim=self.intermediate_dim
+        )
         initializer = self.kernel_initializer
         if initializer is None:
             initializer = keras.initializers.RandomNormal(

@@ -12,6 +12,7 @@ from keras_attn.ops import lama
 from keras_attn.ops import orthogonality_penalty
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 from keras_attn.utils import invalid
 
@@ -150,6 +151,11 @@ class LAMA(keras.layers.Layer):
         self._check_shapes(inputs_shape, context_shape)
         features = inputs_shape[-1]
         context_size = features if context_shape is None else context_shape[-1]
+        check_shards(
+            self, "input_kernel", 1, num_heads=self.num_heads * self.rank
+        )
+        if self.hidden_dim is not None:
+            check_shards(self, "hidden/kernel", 1, hidden_dim=self.hidden_dim)
         self.context_vector = self.hidden_dense = self.bias = None
         if self.context == "learned" and context_shape is None:
             self.context_vector = self.add_weight(
