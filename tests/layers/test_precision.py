@@ -21,6 +21,7 @@ DIGITS_LOST = (
     layers.SingleHeadAttention,
     layers.SHARNNBlock,
     layers.Boom,
+    layers.TransformerBlock,
     layers.LAMA,
     layers.ChannelAttention,
     layers.SpatialAttention,
