@@ -9,6 +9,8 @@ from keras_attn.layers.boom import Boom
 from keras_attn.layers.padding import AttachedMask
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import zero_padding
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_rates
 from keras_attn.utils import serialize_sublayer
@@ -337,6 +339,8 @@ class TransformerBlock(keras.layers.Layer):
             outputs.append(new_state)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             name: getattr(self, name)
@@ -349,7 +353,7 @@ class TransformerBlock(keras.layers.Layer):
         config["kernel_initializer"] = keras.initializers.serialize(
             self.kernel_initializer
         )
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}
 
     @classmethod
     def from_config(cls, config):
