@@ -9,6 +9,7 @@ from keras_attn import ops
 from keras_attn import optimizers
 from keras_attn import visualization
 from keras_attn.layers import *  # noqa: F403
+from keras_attn.models import swap_attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "models",
     "ops",
     "optimizers",
+    "swap_attention",
     "visualization",
     *layers.__all__,
 ]

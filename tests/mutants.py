@@ -604,6 +604,49 @@ MUTANTS = [
         "yield cell.bias, biases[0]",
         "models/test_sharnn.py -k golden",
     ),
+    # swapped attention
+    (
+        "layers/attention_layer.py",
+        "            attention_mask=self._masks_keys(attention_mask),\n",
+        "",
+        "layers/test_behaviour.py -k keys_alone",
+    ),
+    (
+        "models/swap_attention.py",
+        'name.startswith(("key/", "value/"))',
+        'name.startswith("key/")',
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        "repeats, axis=-2)",
+        "repeats, axis=-1)",
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        "                target.assign(source)\n",
+        "                pass\n",
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        'name.replace("_global/", "/")',
+        "name",
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        '            attention[name].pop("build_config", None)\n',
+        "",
+        "models/test_swap_attention.py",
+    ),
+    (
+        "models/swap_attention.py",
+        '        del arguments["key"]  # what it is by default\n',
+        "        pass\n",
+        "models/test_swap_attention.py",
+    ),
     # sparse transformer
     (
         "ops/sparse_transformer.py",

@@ -5,6 +5,7 @@ import re
 import numpy as np
 
 from keras_attn.conversion.state_dict import StateDict
+from keras_attn.conversion.state_dict import in_order
 from keras_attn.layers import Boom
 from keras_attn.layers import SHARNNBlock
 from keras_attn.layers import SingleHeadAttention
@@ -50,23 +51,7 @@ def sharnn_weights(state_dict, model, prefix=""):
     weights = StateDict("sharnn_weights", state_dict, prefix)
     if isinstance(model, SHARNN):
         _check_depth(weights, model)
-    arrays = {
-        id(weight): array for weight, array in named_weights(model, weights)
-    }
-    for weight in model.weights:
-        array = arrays.get(id(weight))
-        if array is not None and array.shape != tuple(weight.shape):
-            raise ValueError(
-                f"`sharnn_weights` finds a weight of shape {array.shape} for "
-                f"`{weight.path}` of `model`, which is of shape "
-                f"{tuple(weight.shape)}. Make a model of the same sizes."
-            )
-    return [
-        arrays.get(id(weight), value)
-        for weight, value in zip(
-            model.weights, model.get_weights(), strict=True
-        )
-    ]
+    return in_order("sharnn_weights", model, named_weights(model, weights))
 
 
 def named_weights(layer, weights):
@@ -107,16 +92,6 @@ def _check_depth(weights, model):
         )
 
 
-def _dense(dense, weights, name):
-    yield dense.kernel, weights[f"{name}.weight"].T
-    yield dense.bias, weights[f"{name}.bias"]
-
-
-def _norm(norm, weights, name):
-    yield norm.gamma, weights[f"{name}.weight"]
-    yield norm.beta, weights[f"{name}.bias"]
-
-
 def _attention(layer, weights, prefix):
     if layer.value_gate != "overparam":
         raise ValueError(
@@ -124,32 +99,32 @@ def _attention(layer, weights, prefix):
             "which can `collapse()` afterwards. "
             f"Received: value_gate={layer.value_gate!r}"
         )
-    yield from _dense(layer.query_dense, weights, f"{prefix}q")
-    yield from _norm(layer.query_norm, weights, f"{prefix}qln")
+    yield from weights.dense(layer.query_dense, f"{prefix}q")
+    yield from weights.norm(layer.query_norm, f"{prefix}qln")
     vectors = {"qs": layer.query_vector, "ks": layer.key_vector}
     vectors["vs"] = layer.value_vector
-    yield from _dense(layer.value_gate_dense, weights, f"{prefix}vq.l1")
+    yield from weights.dense(layer.value_gate_dense, f"{prefix}vq.l1")
     if layer.use_key_projection:
-        yield from _dense(layer.key_dense, weights, f"{prefix}k")
+        yield from weights.dense(layer.key_dense, f"{prefix}k")
     if layer.use_value_projection:
-        yield from _dense(layer.value_dense, weights, f"{prefix}v")
+        yield from weights.dense(layer.value_dense, f"{prefix}v")
     if layer.output_mixing:
-        yield from _dense(layer.mixing_dense, weights, f"{prefix}r")
+        yield from weights.dense(layer.mixing_dense, f"{prefix}r")
         vectors["r_gate"] = layer.mixing_vector
     for name, vector in vectors.items():
         yield vector, weights[f"{prefix}{name}"][0, 0]
 
 
 def _boom(layer, weights, prefix):
-    yield from _dense(layer.up_dense, weights, f"{prefix}linear1")
+    yield from weights.dense(layer.up_dense, f"{prefix}linear1")
     if layer.down == "dense":
-        yield from _dense(layer.down_dense, weights, f"{prefix}linear2")
+        yield from weights.dense(layer.down_dense, f"{prefix}linear2")
 
 
 def _block(block, weights, prefix):
-    yield from _norm(block.input_norm, weights, f"{prefix}lnstart")
-    yield from _norm(block.residual_norm, weights, f"{prefix}lnff")
-    yield from _norm(block.boom_norm, weights, f"{prefix}lnxff")
+    yield from weights.norm(block.input_norm, f"{prefix}lnstart")
+    yield from weights.norm(block.residual_norm, f"{prefix}lnff")
+    yield from weights.norm(block.boom_norm, f"{prefix}lnxff")
     yield from _boom(block.boom, weights, f"{prefix}ff.")
     cell = block.lstm.cell
     yield cell.kernel, weights[f"{prefix}rnn.weight_ih_l0"].T
@@ -158,8 +133,8 @@ def _block(block, weights, prefix):
     biases = [weights[f"{prefix}rnn.bias_{x}h_l0"] for x in "ih"]
     yield cell.bias, np.add(*biases)
     if block.attention:
-        yield from _norm(block.attention_norm, weights, f"{prefix}lnmid")
-        yield from _norm(block.memory_norm, weights, f"{prefix}lnmem")
+        yield from weights.norm(block.attention_norm, f"{prefix}lnmid")
+        yield from weights.norm(block.memory_norm, f"{prefix}lnmem")
         yield from _attention(block.attention_layer, weights, f"{prefix}attn.")
 
 

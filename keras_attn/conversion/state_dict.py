@@ -1,6 +1,7 @@
 """What the converters share: weights by their names, in PyTorch's layouts."""
 
 import numpy as np
+from keras import ops
 
 
 class StateDict:
@@ -76,9 +77,40 @@ class StateDict:
         bias = self.get(f"{name}.bias")
         return [kernel] if bias is None else [kernel, bias]
 
+    def dense(self, dense, name):
+        """Pairs of the variables of a `Dense` and the arrays for them."""
+        yield dense.kernel, self[f"{name}.weight"].T
+        yield dense.bias, self[f"{name}.bias"]
+
+    def norm(self, norm, name):
+        """Pairs of the variables of a norm and the arrays for them."""
+        yield norm.gamma, self[f"{name}.weight"]
+        yield norm.beta, self[f"{name}.bias"]
+
     def get(self, name):
         """A weight, or `None` if there is none of that name."""
         return self[name] if name in self else None
+
+
+def in_order(owner, model, pairs):
+    """Arrays in the order of `model.weights`.
+
+    Args:
+        owner: Name of the converter, to name in errors.
+        model: A built model or layer.
+        pairs: Pairs of a variable and the array that belongs into it. Other
+            variables get what they have.
+    """
+    arrays = {id(weight): array for weight, array in pairs}
+    for weight in model.weights:
+        array = arrays.setdefault(id(weight), weight)
+        if tuple(array.shape) != tuple(weight.shape):
+            raise ValueError(
+                f"`{owner}` finds a weight of shape {array.shape} for "
+                f"`{weight.path}` of `model`, which is of shape "
+                f"{tuple(weight.shape)}. Make a model of the same sizes."
+            )
+    return [ops.convert_to_numpy(arrays[id(w)]) for w in model.weights]
 
 
 def identity_output(heads):

@@ -2,6 +2,8 @@
 
 import keras
 
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops.boom import boom
 from keras_attn.ops.boom import quick_gelu
 from keras_attn.utils import check_choice
@@ -131,6 +133,8 @@ class Boom(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         return input_shape
 
+    enable_lora = enable_lora
+
     def get_config(self):
         if self.activation is quick_gelu:
             activation = "quick_gelu"
@@ -149,4 +153,4 @@ class Boom(keras.layers.Layer):
             ),
             "seed": self.seed,
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}

@@ -6,6 +6,8 @@ from keras import ops
 from keras_attn.layers.padding import AttachedMask
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import zero_padding
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops import lama
 from keras_attn.ops import orthogonality_penalty
 from keras_attn.utils import check_choice
@@ -296,6 +298,8 @@ class LAMA(keras.layers.Layer):
         shape = (shape[0], self.num_heads, inputs.shape[1])
         return outputs, keras.KerasTensor(shape, dtype=self.compute_dtype)
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             "num_heads": self.num_heads,
@@ -329,4 +333,4 @@ class LAMA(keras.layers.Layer):
                 self.bias_constraint
             ),
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}

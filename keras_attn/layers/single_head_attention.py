@@ -9,6 +9,8 @@ from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
 from keras_attn.layers.streaming import append_state
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops import key_value_cache
 from keras_attn.ops import key_value_cache_mask
 from keras_attn.ops import update_key_value_cache
@@ -490,6 +492,8 @@ class SingleHeadAttention(keras.layers.Layer):
             )
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             "num_heads": self.num_heads,
@@ -505,7 +509,7 @@ class SingleHeadAttention(keras.layers.Layer):
             ),
             "seed": self.seed,
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}
 
 
 def _join(memory, x):

@@ -221,7 +221,7 @@ class Synthesizer(AttentionLayer):
 
     def _build_dense(self, query_shape):
         self.hidden_dense = self._add_hidden("hidden", query_shape)
-        size = self.hidden_dense.kernel.shape[-1]
+        size = self.hidden_dim or self.key_dim
         # not a dense layer, which could not leave out unused positions
         self.dense_kernel = self.add_weight(
             name="dense_kernel",
@@ -249,7 +249,7 @@ class Synthesizer(AttentionLayer):
             self.factorized_hidden_dense = self._add_hidden(
                 "factorized_hidden", query_shape
             )
-            size = self.factorized_hidden_dense.kernel.shape[-1]
+            size = self.hidden_dim or self.key_dim
             equation, shape = "btnf,nfh->btnh", (None, self.num_heads, size)
             prefix = ""
         left, right = self.factors or _default_factors(

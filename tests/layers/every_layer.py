@@ -93,3 +93,18 @@ EXAMPLES = [
 ]
 
 every_layer = pytest.mark.parametrize("example", EXAMPLES, ids=str)
+
+
+def nightly_but(*names):
+    """Every layer, but in the ordinary run those of these names alone."""
+    return pytest.mark.parametrize(
+        "example",
+        [
+            pytest.param(
+                example,
+                marks=[] if str(example) in names else pytest.mark.nightly,
+            )
+            for example in EXAMPLES
+        ],
+        ids=str,
+    )

@@ -587,6 +587,22 @@ def test_keys_that_no_query_may_see_may_hold_anything(case):
     close(layer(x, value, attention_mask=mask), expected)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [c for c in FIRST_CASES if "attention_mask" not in c.options],
+    ids=str,
+)
+def test_an_attention_mask_of_keys_alone_is_a_padding_mask(case):
+    """What KerasHub makes of a padding mask."""
+    layer, x, mask = case.layer(), sequence(), padding()
+    expected = layer(x, x, value_mask=mask)
+    assert np.abs(to_numpy(expected) - to_numpy(layer(x, x))).max() > 1e-3
+    close(layer(x, x, attention_mask=mask[:, None]), expected)
+    spec = keras.KerasTensor((2, 1, LENGTH), "int32")
+    symbolic = layer(keras.KerasTensor(x.shape), attention_mask=spec)
+    assert symbolic.shape == x.shape
+
+
 @every_class
 @pytest.mark.parametrize(
     "option",

@@ -14,9 +14,7 @@ from tests.layers.every_layer import nightly_but
 
 IS_JAX = keras.backend.backend() == "jax"
 # JAX compiles every layer twice, for minutes
-quick_first = (
-    nightly_but("LinearAttention", "Boom") if IS_JAX else every_layer
-)
+quick_first = nightly_but("LinearAttention", "Boom") if IS_JAX else every_layer
 
 
 def close(actual, expected):
