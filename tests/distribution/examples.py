@@ -11,6 +11,7 @@ SIZES = {
     layers.LongformerAttention: {"dilation_rate": 2},
     layers.SHARNNBlock: {"intermediate_dim": 32},
     layers.Boom: {"intermediate_dim": 32},
+    layers.TransformerBlock: {"intermediate_dim": 32},
     layers.LAMA: {"hidden_dim": 8},
     layers.ChannelAttention: {"reduction_ratio": 4},
     layers.CBAM: {"reduction_ratio": 4},
@@ -22,6 +23,8 @@ def make(example, **kwargs):
     sizes = dict(SIZES.get(example.cls, {}))
     if "num_heads" in example.kwargs:
         sizes["num_heads"] = 4
+    if example.cls is layers.TransformerBlock:
+        sizes["attention"] = layers.MultiHeadAttention(4, 5)
     layer = example.layer(**{**sizes, **kwargs})
     layer.build((None, *inputs(example).shape[1:]))
     return layer

@@ -11,23 +11,15 @@ from keras import distribution
 from keras import ops
 
 from keras_attn import layers
+from keras_attn import models
 from keras_attn.distribution import layout_map
 from tests.backend import to_numpy
 from tests.distribution.examples import EXAMPLES
 from tests.distribution.examples import inputs
 from tests.distribution.examples import make
+from tests.layers.every_layer import nightly_but
 
-QUICK = (layers.MultiHeadAttention, layers.LinearAttention)
-quick_first = pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(
-            example, marks=[] if example.cls in QUICK else pytest.mark.nightly
-        )
-        for example in EXAMPLES
-    ],
-    ids=str,
-)
+quick_first = nightly_but("MultiHeadAttention", "LinearAttention")
 WITHOUT_HEADS = (
     layers.ChannelAttention,
     layers.SpatialAttention,
@@ -164,11 +156,16 @@ def test_sequence_over_four_devices(cls, is_causal):
 def test_model_trains_with_heads_split():
     def train():
         keras.utils.set_random_seed(0)
-        tokens = keras.Input((12,), dtype="int32")
-        x = keras.layers.Embedding(9, 16, mask_zero=True)(tokens)
-        x = x + layers.MultiHeadAttention(4, 5, name="attention")(x)
-        x = x + layers.Boom(32)(x)
-        model = keras.Model(tokens, keras.layers.Dense(9)(x))
+        model = models.Transformer(
+            vocabulary_size=9,
+            hidden_dim=16,
+            num_layers=1,
+            attention=lambda depth: layers.MultiHeadAttention(
+                4, 5, name="attention"
+            ),
+            max_length=12,
+            head="tokens",
+        )
         model.compile(
             keras.optimizers.Adam(0.01),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -188,7 +185,7 @@ def test_model_trains_with_heads_split():
     finally:
         distribution.set_distribution(None)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-    kernel = model.get_layer("attention").query_dense.kernel
+    (kernel,) = (v for v in model.weights if v.path.endswith("query/kernel"))
     slots = [v for v in model.optimizer.variables if "query_kernel" in v.path]
     assert len(slots) == 2
     for variable in (kernel, *slots):

@@ -77,9 +77,8 @@ def test_every_axis_of_heads_is_split(case):
     with keras.StatelessScope():  # without values for the weights
         layer.build((None, 11, 13))
     for weight in layer.weights:
-        expected = None
-        if 3 in weight.shape:  # heads
-            expected = weight.shape.index(3)
+        shape = tuple(weight.shape)
+        expected = shape.index(3) if 3 in shape else None  # 3 heads
         for path in (weight.path, f"model/block_1/{weight.path}"):
             assert split_axis(layouts, path) == expected, path
 

@@ -9,11 +9,12 @@ from keras import ops
 
 from keras_attn.layers import MultiHeadAttention
 from tests.backend import weight_gradients
-from tests.layers.every_layer import EXAMPLES
+from tests.layers.every_layer import every_layer
+from tests.layers.every_layer import nightly_but
 
 IS_JAX = keras.backend.backend() == "jax"
 # JAX compiles every layer twice, for minutes
-QUICK = ("LinearAttention", "Boom")
+quick_first = nightly_but("LinearAttention", "Boom") if IS_JAX else every_layer
 
 
 def close(actual, expected):
@@ -22,19 +23,7 @@ def close(actual, expected):
 
 
 @pytest.mark.support("Scale", "`keras.remat`")
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(
-            example,
-            marks=pytest.mark.nightly
-            if IS_JAX and str(example) not in QUICK
-            else [],
-        )
-        for example in EXAMPLES
-    ],
-    ids=str,
-)
+@quick_first
 def test_gradients_are_those_without_remat(example):
     layer, calls = example.built(), []
     x = ops.convert_to_tensor(example.inputs())
