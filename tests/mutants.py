@@ -916,8 +916,8 @@ MUTANTS = [
     ),
     (
         "models/transformer.py",
-        '"length": length + ops.shape(token_ids)[1],',
-        '"length": length + 1,',
+        "length = length + ops.shape(token_ids)[1]",
+        "length = length + 1",
         "models/test_transformer.py",
     ),
     (
