@@ -109,7 +109,8 @@ def parse(arguments):
         "--measures",
         nargs="+",
         choices=("time", "memory"),
-        help="memory takes a process for each contestant and length",
+        help="by default both for core and layer, time for the rest; memory "
+        "takes a process for each contestant and length",
     )
     add("--quick", action="store_true", help="small sizes, to see it work")
     add("--outputs", type=pathlib.Path, default="outputs")
@@ -130,8 +131,9 @@ def parse(arguments):
     elif study == "streaming":
         args.directions = ["forward"]
     args.directions = args.directions or list(DIRECTIONS)
+    weighs = study in ("core", "layer") and not quick
     args.measures = args.measures or (
-        ["time"] if study in ("streaming", "cbam") else ["time", "memory"]
+        ["time", "memory"] if weighs else ["time"]
     )
     args.dtype = args.dtype or "float32"
     if args.memory_limit is None:
@@ -215,12 +217,23 @@ class Worker:
         self.process.stdin.write(json.dumps(job))
         self.process.stdin.close()
         self.lines = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
 
     def _read(self):
         for line in self.process.stdout:
             self.lines.put(line)
         self.lines.put(None)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.wait()
+        self.reader.join()
+        self.process.stdout.close()
+        self.errors.close()
 
     def events(self, timeout):
         """Yields what the process finds; raises if it fails or hangs."""
@@ -228,22 +241,20 @@ class Worker:
             try:
                 line = self.lines.get(timeout=timeout)
             except queue.Empty:
-                self.process.kill()
-                self.process.wait()
                 raise FailedError(f"took more than {timeout:.0f} s") from None
             if line is None:
-                break
+                raise FailedError(self._last_words())
             event = json.loads(line)
             if event.get("done"):
-                self.process.wait()
                 return
             yield event
+
+    def _last_words(self):
         status = self.process.wait()
         if status < 0:
-            raise FailedError(f"killed by signal {-status}, out of memory?")
+            return f"killed by signal {-status}, out of memory?"
         self.errors.seek(0)
-        lines = self.errors.read().strip().splitlines() or ["no message"]
-        raise FailedError(lines[-1])
+        return (self.errors.read().strip().splitlines() or ["no message"])[-1]
 
 
 class FailedError(Exception):
@@ -276,23 +287,17 @@ def run(job, timeout, advance):
         for index in left:
             rows[index].update(wall=[], cpu=[])
         entries = [job["entries"][index] for index in left]
-        worker = Worker({**job, "entries": entries})
         try:
-            for event in worker.events(timeout):
-                if "machine" in event:
-                    machine = event["machine"]
-                    continue
-                current = left[event["entry"]]
-                row = rows[current]
-                row.update(event.get("fields", {}))
-                if "reason" in event:
-                    row["reason"] = event["reason"]
-                for clock in ("wall", "cpu"):
-                    if clock in event:
-                        row[clock].append(event[clock])
-                is_step = "fields" in event or "wall" in event
-                part = is_step / (job["repetitions"] + 1)
-                advance(part, job["entries"][current])
+            with Worker({**job, "entries": entries}) as worker:
+                for event in worker.events(timeout):
+                    if "machine" in event:
+                        machine = event["machine"]
+                        continue
+                    current = left[event["entry"]]
+                    part = _note(event, rows[current]) / (
+                        job["repetitions"] + 1
+                    )
+                    advance(part, job["entries"][current])
             break
         except FailedError as error:
             if current is None:
@@ -300,6 +305,16 @@ def run(job, timeout, advance):
             rows[current]["reason"] = str(error)
             left.remove(current)
     return machine, rows
+
+
+def _note(event, row):
+    """Writes into a row what an event says; tells whether it was a step."""
+    row.update(event.get("fields", {}))
+    if "reason" in event:
+        row["reason"] = event["reason"]
+    for clock in {"wall", "cpu"} & event.keys():
+        row[clock].append(event[clock])
+    return "fields" in event or "wall" in event
 
 
 def _title(job, entry):
@@ -329,10 +344,43 @@ def merge(rows):
     return list(merged.values())
 
 
+def measure(jobs, timeout, progress, save):
+    """Runs jobs one by one; returns the rows, and what they depend on.
+
+    `save` is a function of both, called after every job.
+    """
+    rows, machines = [], {}
+    total = sum(len(job["entries"]) for job in jobs)
+    task, completed = progress.add_task("", total=total), 0
+    for job in jobs:
+
+        def advance(part, entry, job=job):
+            progress.update(task, advance=part, description=_title(job, entry))
+
+        machine, found = run(job, timeout, advance)
+        machines[job["backend"]] = machine
+        rows += found
+        completed += len(job["entries"])
+        progress.update(task, completed=completed)
+        save(rows, list(machines.values()))
+    progress.update(task, description="")
+
+
 def main(arguments=None):
     args = parse(arguments)
-    jobs = plan(args)
-    rows, machines = [], {}
+    args.outputs.mkdir(parents=True, exist_ok=True)
+    path = args.outputs / f"benchmark_{args.study}.json"
+    results = {
+        "arguments": {**vars(args), "outputs": str(args.outputs)},
+        "processor": report.processor(),
+        "platform": platform.platform(),
+    }
+
+    def save(rows, machines):
+        # hours of measuring must not be lost
+        results.update(machines=machines, rows=merge(rows))
+        path.write_text(json.dumps(results, indent=1))
+
     console = Console()
     if not console.is_terminal:
         console.width = 160
@@ -342,35 +390,10 @@ def main(arguments=None):
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left:"),
-        TimeRemainingColumn(elapsed_when_finished=True),
+        TimeRemainingColumn(),
     )
-    args.outputs.mkdir(parents=True, exist_ok=True)
     with Progress(*columns, console=console) as progress:
-        total = sum(len(job["entries"]) for job in jobs)
-        task, completed = progress.add_task("", total=total), 0
-        for job in jobs:
-            progress.update(task, completed=completed)
-            completed += len(job["entries"])
-
-            def advance(part, entry, job=job):
-                progress.update(
-                    task, advance=part, description=_title(job, entry)
-                )
-
-            machine, found = run(job, args.timeout, advance)
-            machines[job["backend"]] = machine
-            rows += found
-        progress.update(task, completed=total, description="")
-    results = {
-        "arguments": {**vars(args), "outputs": str(args.outputs)},
-        "processor": report.processor(),
-        "platform": platform.platform(),
-        "machines": list(machines.values()),
-        "rows": merge(rows),
-    }
-    name = f"benchmark_{args.study}"
-    path = args.outputs / f"{name}.json"
-    path.write_text(json.dumps(results, indent=1))
+        measure(plan(args), args.timeout, progress, save)
     tables = report.tables(results)
     for table in tables:
         report.show(table, console)

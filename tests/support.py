@@ -171,7 +171,8 @@ def symbol(results, notes):
 
 
 def cells_of_page(text, backend):
-    """The cells that say something of a backend, whatever that is."""
+    """The cells that say something of a backend."""
+    place = BACKENDS.index(backend)
     cells, table, columns = set(), None, []
     for line in text.splitlines():
         if line.startswith("## "):
@@ -183,7 +184,7 @@ def cells_of_page(text, backend):
             cells |= {
                 f"{table} | {column} | {layer.strip('`')}"
                 for column, symbol in zip(columns, symbols, strict=True)
-                if symbol.split()[BACKENDS.index(backend)] != "·"
+                if symbol.split()[place] != "·"
             }
     return cells
 

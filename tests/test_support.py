@@ -20,7 +20,6 @@ def test_page_shows_what_each_backend_found():
     assert "| `LAMA` | ✓ ✗1 · |" in text and "\n1. a bug\n" in text
     assert cells_of_page(text, "tensorflow") == {cell, other}
     assert cells_of_page(text, "jax") == {cell}
-    assert cells_of_page(text, "torch") == set()
 
 
 def test_page_has_the_cells_of_the_tests(request):

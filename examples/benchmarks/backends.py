@@ -29,7 +29,7 @@ class Program:
         self.function = function
         if backward:
             # the output has the shape of the first array
-            self.arrays.append(ops.convert_to_tensor(arrays[0]) * 0.7)
+            self.arrays.append(ops.stop_gradient(arrays[0]) * 0.7)
             self.function = functools.partial(self.with_gradients, function)
         self.trace_seconds = 0.0
 

@@ -89,7 +89,7 @@ class Contestant:
 
     function: callable
     arrays: list
-    operations: float  # additions and multiplications, forward
+    operations: float  # additions and multiplications, forward, if known
     is_traceable: bool = True  # whether its arrays can be counted by tracing
 
 
@@ -275,9 +275,10 @@ def projection_operations(problem):
     return 8 * problem.batch_size * problem.length * WIDTH**2
 
 
-def stream(name, context, batch_size, tokens):
+def stream(name, problem, tokens):
     """Reads some tokens one by one, after a context of many."""
-    problem = Problem(context, batch_size, causal=True)
+    problem = dataclasses.replace(problem, causal=True)
+    context, batch_size = problem.length, problem.batch_size
     made = make_layer(name, problem)
     made.build((batch_size, None, WIDTH))
     state = made.initial_state(batch_size, max_length=context + tokens)
@@ -306,13 +307,13 @@ def stream(name, context, batch_size, tokens):
         return x
 
     token = problem.draw(batch_size, 1, WIDTH)
-    return Contestant(read, [token, *flat], math.nan, is_traceable=False)
+    return Contestant(read, [token, *flat], None, is_traceable=False)
 
 
 def block(name, problem):
     """A step of training of a block of a Transformer."""
     inputs = keras.Input((problem.length, WIDTH), problem.batch_size)
-    x = keras_attn.TransformerBlock(make_layer(name, problem))(
+    x = keras_attn.TransformerBlock(make_layer(name, problem), 4 * WIDTH)(
         inputs, use_causal_mask=problem.causal
     )
     model = keras.Model(inputs, x)

@@ -108,6 +108,11 @@ def _details(rows, baseline, clock):
                 _note(row),
             ]
         )
+    return _filled(columns, lines)
+
+
+def _filled(columns, lines):
+    """Leaves out the columns that are empty."""
     used = [
         index
         for index, _ in enumerate(columns)
@@ -190,7 +195,7 @@ def _growth(rows, baseline, clock):
                 _against_peers(rows, own, clock),
             ]
         )
-    return columns, lines
+    return _filled(columns, lines)
 
 
 def _median(row, clock):
@@ -211,7 +216,7 @@ def slope(rows, value):
     if len(points) < 2:
         return ""
     exponent, _ = np.polyfit(*np.log(points).T, deg=1)
-    return f"{exponent:.2f}"
+    return f"{round(exponent, 2) + 0:.2f}"
 
 
 def crossover(plain, rows, clock):
@@ -269,7 +274,7 @@ def _images(rows, clock):
                 _note(row),
             ]
         )
-    return columns, lines
+    return _filled(columns, lines)
 
 
 def _machine(results):

@@ -35,76 +35,72 @@ class Entry:
 
     def __init__(self, name, length, job):
         self.name, self.length, self.job = name, length, job
+        self.problem = mechanisms.Problem(
+            length, job["batch_size"], job["causal"], job["dtype"]
+        )
         self.fields = {}
         self.spent = self.rounds = 0
         self.calls = 1
 
-    def prepare(self):
-        """Builds what will be called."""
-        study, name = self.job["study"], self.name
-        if name == "matmul":
-            contestant = _matmul(self.job["dtype"])
-        elif study == "cbam":
-            self.call = images.step(name, self.job)
-            return
-        elif study == "streaming":
-            contestant = mechanisms.stream(
-                name,
-                self.length,
-                self.job["batch_size"],
-                self.job["tokens"],
-            )
-        else:
-            problem = mechanisms.Problem(
-                self.length,
-                self.job["batch_size"],
-                self.job["causal"],
-                self.job["dtype"],
-            )
-            contestant = _contestant(study, name, problem)
-        backward = self.job["direction"] == "backward" and name != "matmul"
-        if not math.isnan(contestant.operations):
-            # both factors of a product have a gradient
-            passes = 3 if backward else 1
-            self.fields["operations"] = passes * contestant.operations
-        program = backends.PROGRAMS[self.job["backend"]](
-            contestant.function, contestant.arrays, backward
-        )
-        if contestant.is_traceable or self.job["backend"] != "torch":
-            self.check(program.trace())
-            self.fields["trace"] = program.trace_seconds
-        if study == "block" and name != "matmul":
-            del program, contestant
-            self.call = mechanisms.block(name, problem)
-            return
-        program.compile()
-        self.call = program
-
-    def check(self, sizes):
-        """Raises if arrays are too large, which tracing alone tells."""
-        largest = max(sizes) * _bytes(self.job["dtype"])
-        self.fields["largest"] = largest
-        self.fields["program"] = len(sizes)
-        needed = ARRAYS_ALIVE[self.job["direction"]] * largest
-        if needed > self.job["memory_limit"]:
-            raise TooLargeError(f"would need about {needed / 1e9:.0f} GB")
-
     def start(self):
-        """Compiles and calls for the first time."""
+        """Compiles and calls for the first time; returns what that tells."""
         start = time.perf_counter()
-        self.prepare()
+        self.call = self.prepare()
         self.call()
         self.fields["first"] = time.perf_counter() - start
         return self.fields
 
+    def prepare(self):
+        """Makes the function without arguments that is measured."""
+        study, backend = self.job["study"], self.job["backend"]
+        backward = self.job["direction"] == "backward"
+        if self.name == "matmul":
+            contestant = _matmul(self.job["dtype"])
+            backward = False
+        elif study == "cbam":
+            return images.step(self.name, self.job)
+        elif study == "streaming":
+            contestant = mechanisms.stream(
+                self.name, self.problem, self.job["tokens"]
+            )
+        else:
+            contestant = _contestant(study, self.name, self.problem)
+        program = backends.PROGRAMS[backend](
+            contestant.function, contestant.arrays, backward
+        )
+        if contestant.is_traceable or backend != "torch":
+            sizes = program.trace()
+            if self.name != "matmul":
+                self.describe(sizes)
+        if study == "block" and self.name != "matmul":
+            # tracing the layer has told whether the block will fit
+            self.fields = {}
+            return mechanisms.block(self.name, self.problem)
+        self.fields["trace"] = program.trace_seconds
+        if contestant.operations:
+            # both factors of a product have a gradient
+            passes = 3 if backward else 1
+            self.fields["operations"] = passes * contestant.operations
+        program.compile()
+        return program
+
+    def describe(self, sizes):
+        """Notes how large arrays are, and raises if they would not fit."""
+        itemsize = 4 if self.job["dtype"] == "float32" else 2
+        largest = max(sizes) * itemsize
+        self.fields |= {"largest": largest, "program": len(sizes)}
+        needed = ARRAYS_ALIVE[self.job["direction"]] * largest
+        if needed > self.job["memory_limit"]:
+            raise TooLargeError(f"would need about {needed / 1e9:.2g} GB")
+
     def measure(self):
+        """Seconds of a call, or `None` if it was too short to be measured."""
         wall, cpu = backends.timed(self.call, self.calls)
-        self.spent += wall * self.calls
-        self.rounds += 1
-        if wall * self.calls < SHORTEST:
-            # what was too short to be measured does not count
+        if wall < SHORTEST and self.calls == 1:
             self.calls = math.ceil(SHORTEST / wall)
             return None
+        self.spent += wall * self.calls
+        self.rounds += 1
         return {"wall": wall, "cpu": cpu}
 
     def is_done(self, repetitions, seconds):
@@ -131,10 +127,6 @@ def _matmul(dtype):
     problem = mechanisms.Problem(size, dtype=dtype)
     arrays = [problem.draw(size, size, seed=seed) for seed in range(2)]
     return mechanisms.Contestant(ops.matmul, arrays, 2 * size**3)
-
-
-def _bytes(dtype):
-    return 4 if dtype == "float32" else 2
 
 
 def measure_time(job, emit):

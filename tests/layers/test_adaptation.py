@@ -21,7 +21,7 @@ CHOOSING = {"int8": 0.15, "int4": 0.4, "float8": 0.25}
 
 
 @pytest.mark.support("LoRA and quantization", "LoRA")
-@nightly_but("LongformerAttention", "SHARNNBlock", "CBAM")
+@nightly_but("LongformerAttention", "CBAM")
 def test_training_moves_the_adapters_alone(example, tmp_path):
     model, x = example.model(LENGTH), example.inputs()
     layer = model.layers[-1]
@@ -53,7 +53,7 @@ quiet = pytest.mark.filterwarnings("ignore:Layer .* `quantize` method")
 
 @pytest.mark.support("LoRA and quantization", "int8")
 @quiet
-@nightly_but("LongformerAttention", "SHARNNBlock", "CBAM")
+@nightly_but("LongformerAttention", "SHARNNBlock")
 def test_int8_is_close_and_saved(example, tmp_path, unsupported):
     check_quantized(example, "int8", tmp_path, unsupported)
 

@@ -224,7 +224,7 @@ def test_a_decoder_of_keras_hub():
         new.get_layer("decoder")(
             x,
             self_attention_cache=cache,
-            self_attention_cache_update_index=0,
+            self_attention_cache_update_index=np.zeros((), "int32"),
         )
     # its causality is an `attention_mask` of all pairs
     new, _ = swap_attention(old, keras_attn.LinearAttention)
