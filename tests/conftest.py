@@ -18,6 +18,13 @@ if keras.backend.backend() == "jax":
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     # of which all tests but those of distribution use the first
     jax.config.update("jax_num_cpu_devices", 8)
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2,
+    )
 
 
 @pytest.fixture(autouse=True)

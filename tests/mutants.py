@@ -835,6 +835,49 @@ MUTANTS = [
         '"chunks_after": 0,\n            "wrap"',
         "layers/test_lsh_attention.py",
     ),
+    # layout maps
+    (
+        "distribution.py",
+        '    "rotations",\n',
+        "",
+        "distribution/test_layout_map.py",
+    ),
+    (
+        "distribution.py",
+        '    "query_global",\n',
+        "",
+        "distribution/test_layout_map.py",
+    ),
+    (
+        "distribution.py",
+        'parents = ".*"',
+        'parents = "[^/]*"',
+        "distribution/test_layout_map.py",
+    ),
+    (
+        "distribution.py",
+        "(?!(.*/)?(",
+        "(?!(",
+        "distribution/test_layout_map.py",
+    ),
+    (
+        "distribution.py",
+        'return "|".join(re.escape(name) for name in names)',
+        'return "|".join(names)',
+        "distribution/test_layout_map.py",
+    ),
+    (
+        "layers/linformer_attention.py",
+        'return "kernel" if num_heads is None else "head_kernel"',
+        'return "kernel"',
+        "distribution/test_layout_map.py",
+    ),
+    (
+        "layers/synthesizer.py",
+        'prefix = "query_"',
+        'prefix = ""',
+        "distribution/test_layout_map.py",
+    ),
     # Transformers
     (
         "layers/transformer_block.py",
