@@ -609,7 +609,7 @@ MUTANTS = [
         "layers/attention_layer.py",
         "            attention_mask=self._masks_keys(attention_mask),\n",
         "",
-        "layers/test_behaviour.py -k keys_alone",
+        "layers/test_behaviour.py -k masks_of_keys",
     ),
     (
         "models/swap_attention.py",
