@@ -69,7 +69,7 @@ def test_no_program_grows_with_the_length(name):
 
     # loops over positions or blocks would be written out; both lengths are
     # squares, and multiples of every block
-    assert count(1024) == count(256)
+    assert count(4096) == count(1024)
 
 
 @pytest.mark.nightly
