@@ -16,6 +16,8 @@ if keras.backend.backend() == "jax":
     cache = pathlib.Path(__file__).parent.parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    # of which all tests but those of distribution use the first
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(autouse=True)

@@ -170,8 +170,9 @@ def symbol(results, notes):
     )
 
 
-def cells_of_page(text):
-    """The cells that a page has, whatever they say."""
+def cells_of_page(text, backend):
+    """The cells that say something of a backend."""
+    place = BACKENDS.index(backend)
     cells, table, columns = set(), None, []
     for line in text.splitlines():
         if line.startswith("## "):
@@ -183,7 +184,7 @@ def cells_of_page(text):
             cells |= {
                 f"{table} | {column} | {layer.strip('`')}"
                 for column, symbol in zip(columns, symbols, strict=True)
-                if set(symbol.split()) != {"·"}
+                if symbol.split()[place] != "·"
             }
     return cells
 

@@ -1,5 +1,7 @@
 """The page of what works where, `docs/support.md`, is that of these tests."""
 
+import keras
+
 from tests.layers.every_layer import EXAMPLES
 from tests.support import CELLS
 from tests.support import LAYERS
@@ -16,11 +18,12 @@ def test_page_shows_what_each_backend_found():
     cell, other = "Export | ONNX | LAMA", "Masks | padding | Boom"
     text = page([{cell: {"✓"}, other: {"✓"}}, {cell: {"✓", "a bug"}}, {}])
     assert "| `LAMA` | ✓ ✗1 · |" in text and "\n1. a bug\n" in text
-    assert cells_of_page(text) == {cell, other}
+    assert cells_of_page(text, "tensorflow") == {cell, other}
+    assert cells_of_page(text, "jax") == {cell}
 
 
 def test_page_has_the_cells_of_the_tests(request):
-    page_cells = cells_of_page(PAGE.read_text())
+    page_cells = cells_of_page(PAGE.read_text(), keras.backend.backend())
     collected = request.config.stash[CELLS]
     hint = "run `python -m tests.support`"
     assert collected <= page_cells, hint

@@ -9,6 +9,8 @@ from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
 from keras_attn.layers.streaming import append_state
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops import key_value_cache
 from keras_attn.ops import key_value_cache_mask
 from keras_attn.ops import update_key_value_cache
@@ -17,6 +19,7 @@ from keras_attn.ops.single_head_attention import single_head_attention
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 
 
@@ -158,6 +161,7 @@ class SingleHeadAttention(keras.layers.Layer):
         key_shape = value_shape if key_shape is None else key_shape
         self._check_shapes(query_shape, value_shape, key_shape)
         units = query_shape[-1]
+        check_shards(self, "query/kernel", 1, features=units)
         self.query_dense = self._add_dense("query", units, units)
         self.query_norm = keras.layers.LayerNormalization(
             epsilon=1e-12, dtype=self.dtype_policy, name="query_norm"
@@ -488,6 +492,8 @@ class SingleHeadAttention(keras.layers.Layer):
             )
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             "num_heads": self.num_heads,
@@ -503,7 +509,7 @@ class SingleHeadAttention(keras.layers.Layer):
             ),
             "seed": self.seed,
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}
 
 
 def _join(memory, x):

@@ -9,6 +9,8 @@ from keras_attn.layers.boom import Boom
 from keras_attn.layers.padding import AttachedMask
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import zero_padding
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_rates
 from keras_attn.utils import serialize_sublayer
@@ -78,15 +80,13 @@ class TransformerBlock(keras.layers.Layer):
     import keras
     import keras_attn
 
-    block = keras_attn.TransformerBlock(
-        keras_attn.LinearAttention(num_heads=2, key_dim=8), intermediate_dim=64
-    )
-    x = keras.random.normal((2, 11, 16))
-    y = block(x, use_causal_mask=True)  # (2, 11, 16)
-
-    state = block.initial_state(batch_size=2)
-    first, state = block(x[:, :7], state=state)
-    second, state = block(x[:, 7:], state=state)
+    x = inputs = keras.Input((None, 16))
+    for _ in range(2):
+        x = keras_attn.TransformerBlock(
+            keras_attn.LinearAttention(num_heads=2, key_dim=8),
+            intermediate_dim=64,
+        )(x, use_causal_mask=True)
+    model = keras.Model(inputs, x)
     ```
     """
 
@@ -339,6 +339,8 @@ class TransformerBlock(keras.layers.Layer):
             outputs.append(new_state)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             name: getattr(self, name)
@@ -351,7 +353,7 @@ class TransformerBlock(keras.layers.Layer):
         config["kernel_initializer"] = keras.initializers.serialize(
             self.kernel_initializer
         )
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}
 
     @classmethod
     def from_config(cls, config):

@@ -125,9 +125,7 @@ class Transformer(keras.Model):
         causal=True,
         head="tokens",
     )
-    tokens = keras.random.randint((2, 11), 0, 256)
-    logits = model(tokens)  # (2, 11, 256)
-    text = model.generate("Once ", 10)
+    logits = model(keras.Input((None,), dtype="int32"))  # (B, T, 256)
     ```
     """
 

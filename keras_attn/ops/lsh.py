@@ -1,5 +1,6 @@
 """Locality-sensitive hashing attention (https://arxiv.org/abs/2001.04451)."""
 
+import functools
 import math
 
 from keras import ops
@@ -186,60 +187,27 @@ def lsh_attention(
     slots = ops.argsort(order, axis=-1)
     places = slots if prefix_consistent else slots // bucket_size
     one_bucket = prefix_consistent or not attend_across_buckets
-
-    def count_visits(queries, keys):
-        """How often queries meet keys, given their places and buckets.
-
-        These are lists with an entry for each round, which broadcast.
-        """
-        count = 0
-        for i, (place, bucket) in enumerate(queries):
-            for j, (key_place, key_bucket) in enumerate(keys):
-                if i != j and (one_bucket or not wrap):
-                    continue
-                distance = place - key_place
-                if prefix_consistent:
-                    reach = chunks_before * bucket_size
-                    visits = (distance >= 0) & (distance <= reach)
-                elif wrap:
-                    distance = distance + (i - j) * num_chunks
-                    visits = sum(
-                        ops.cast(
-                            (distance - look) % (num_rounds * num_chunks) == 0,
-                            "int32",
-                        )
-                        for look in range(-chunks_after, chunks_before + 1)
-                    )
-                else:
-                    visits = (distance >= -chunks_after) & (
-                        distance <= chunks_before
-                    )
-                visits = ops.cast(visits, "int32")
-                if one_bucket:
-                    visits = visits * ops.cast(bucket == key_bucket, "int32")
-                count = count + visits
-        return count
-
+    reach = chunks_before * bucket_size if prefix_consistent else None
+    count_visits = functools.partial(
+        _count_visits,
+        before=chunks_before,
+        after=chunks_after,
+        num_chunks=num_chunks if wrap else None,
+        one_bucket=one_bucket,
+        reach=reach,
+    )
     if score_all_pairs:
         queries = ops.arange(ops.shape(query)[1], dtype="int32")
         queries = queries if start is None else queries + start
-        keys = ops.arange(length, dtype="int32")
-        key_rounds = [
-            (places[:, :, i, None, :length], buckets[:, :, i, None, :length])
-            for i in range(num_rounds)
-        ]
-        query_rounds = [
-            [ops.swapaxes(ops.take(x, queries, axis=-1), 2, 3) for x in pair]
-            for pair in key_rounds
-        ]
+        pairs = _pair_up(places, buckets, queries, length)
         exists = padding_mask[:, None, None, :length]
         return _attend_all_pairs(
             query,
             key,
             value,
-            ops.where(exists, count_visits(query_rounds, key_rounds), 0),
+            ops.where(exists, count_visits(*pairs), 0),
             queries[:, None],
-            keys,
+            ops.arange(length, dtype="int32"),
             allow_duplicates,
             use_causal_mask,
             dropout,
@@ -258,26 +226,21 @@ def lsh_attention(
         x = ops.pad(x, [*padding, (0, 0), (0, 0)])
         return to_chunks(_sort_rows(x, order))
 
-    def look(x, fill=0):
-        """Joins the chunks that each chunk sees, along the axis `W`."""
-        return _with_neighbours(x, chunks_before, chunks_after, wrap, fill)
-
+    look = functools.partial(
+        _with_neighbours, before=chunks_before, after=chunks_after, wrap=wrap
+    )
     num_real = ops.sum(ops.cast(padding_mask, "int32"), axis=1)
     is_real = ops.arange(num_chunks * bucket_size) < num_real[:, None]
     queries = to_chunks(order)[..., None]
     keys = to_chunks(ops.where(is_real[:, None, None], order, -1))
-    keys = look(keys, -1)[..., None, :]
+    keys = look(keys, fill=-1)[..., None, :]
     visible = keys < queries if use_causal_mask else keys != queries
     visible = visible & (keys >= 0)
     if one_bucket:
-        # rounds that lie on a ring must not take each other's for their own
-        labels = ops.take_along_axis(buckets, order, axis=-1) * num_rounds
-        labels = labels + ops.arange(num_rounds, dtype="int32")[:, None]
-        labels = to_chunks(labels)
+        labels = to_chunks(_label(buckets, order))
         visible = visible & (labels[..., None] == look(labels)[..., None, :])
-    if prefix_consistent:
+    if reach is not None:
         # chunks only arrange the keys: as many places back for every query
-        reach = chunks_before * bucket_size
         rows = ops.arange(bucket_size, dtype="int32")[:, None]
         columns = ops.arange(-reach, bucket_size, dtype="int32")
         visible = visible & (rows - columns <= reach)
@@ -291,46 +254,138 @@ def lsh_attention(
         look(_unit_keys(query)),
     )
     if not allow_duplicates:
-        rounds = [
-            ops.transpose(x[..., :length], (0, 3, 1, 2))
+        visits = [
+            sort(ops.transpose(x[..., :length], (0, 3, 1, 2)))
             for x in (places, buckets)
-        ]
-        rounds = [sort(x) for x in rounds]  # (B, N, R, C, W, R)
-        count = count_visits(
-            [[x[..., i][..., None] for x in rounds] for i in range(num_rounds)],
-            [
-                [look(x)[..., i][..., None, :] for x in rounds]
-                for i in range(num_rounds)
-            ],
-        )
+        ]  # (B, N, R, C, W, R)
+        count = count_visits(*_pair_up_chunks(visits, look))
         count = ops.cast(ops.maximum(count, 1), scores.dtype)
         scores = scores - ops.log(count)
+    rounds = _attend_in_rounds(
+        scores, visible, keys == queries, look(value), dropout
+    )
+    rounds = _unsort_rows(rounds, slots[..., :length])  # (B, T, N, R, V + 2)
+    return ops.cast(_merge_rounds(rounds), value.dtype)
 
+
+def _count_visits(queries, keys, before, after, num_chunks, one_bucket, reach):
+    """How often queries meet keys, given their places and buckets.
+
+    Args:
+        queries: List with an entry for each round, a pair of places and
+            buckets. A place is a chunk, or with `reach` a position in the sort.
+        keys: The same of the keys. All broadcast.
+        before: Number of chunks before its own that a query sees.
+        after: Number of chunks after its own that a query sees.
+        num_chunks: Number of chunks of a round, if all rounds form a ring.
+        one_bucket: Whether queries see keys of their own bucket only.
+        reach: How many places back a query sees, if it sees no chunks.
+    """
+    count = 0
+    for i, (place, bucket) in enumerate(queries):
+        for j, (key_place, key_bucket) in enumerate(keys):
+            if i != j and (one_bucket or num_chunks is None):
+                continue
+            distance = place - key_place
+            if reach is not None:
+                visits = (distance >= 0) & (distance <= reach)
+            elif num_chunks is not None:
+                distance = distance + (i - j) * num_chunks
+                visits = sum(
+                    ops.cast(
+                        (distance - look) % (len(keys) * num_chunks) == 0,
+                        "int32",
+                    )
+                    for look in range(-after, before + 1)
+                )
+            else:
+                visits = (distance >= -after) & (distance <= before)
+            visits = ops.cast(visits, "int32")
+            if one_bucket:
+                visits = visits * ops.cast(bucket == key_bucket, "int32")
+            count = count + visits
+    return count
+
+
+def _pair_up(places, buckets, queries, length):
+    """Arguments of `_count_visits()` for all pairs of queries and keys."""
+    keys = [
+        (places[:, :, i, None, :length], buckets[:, :, i, None, :length])
+        for i in range(buckets.shape[2])
+    ]
+    queries = [
+        [ops.swapaxes(ops.take(x, queries, axis=-1), 2, 3) for x in pair]
+        for pair in keys
+    ]
+    return queries, keys
+
+
+def _pair_up_chunks(visits, look):
+    """Arguments of `_count_visits()` for the pairs within chunks.
+
+    Args:
+        visits: Places and buckets of shape `(B, N, R, C, W, R)`, with those in
+            every round last.
+        look: Function that joins the chunks that each chunk sees.
+    """
+    rounds = range(visits[0].shape[-1])
+    queries = [[x[..., i][..., None] for x in visits] for i in rounds]
+    visits = [look(x) for x in visits]
+    return queries, [[x[..., i][..., None, :] for x in visits] for i in rounds]
+
+
+def _label(buckets, order):
+    """Sorted buckets that differ between rounds, `(B, N, R, P)`.
+
+    Rounds that lie on a ring must not take each other's for their own.
+    """
+    num_rounds = buckets.shape[2]
+    labels = ops.take_along_axis(buckets, order, axis=-1) * num_rounds
+    return labels + ops.arange(num_rounds, dtype="int32")[:, None]
+
+
+def _attend_in_rounds(scores, visible, is_self, value, dropout):
+    """Attends in each round by itself.
+
+    Args:
+        scores: Tensor of shape `(B, N, R, C, W, K)`.
+        visible: Boolean tensor of that shape, whether a query sees a key.
+        is_self: Boolean tensor of that shape, whether a key is the query.
+        value: Tensor of shape `(B, N, R, C, K, V)`.
+        dropout: Callable applied to the attention weights, or `None`.
+
+    Returns:
+        Tensor of shape `(B, N, R, C, W, V + 2)`: the heads of each round, the
+        sum of the exponentials of its scores, and the highest of its scores,
+        which has been subtracted from them.
+    """
     # a query sees itself if it sees nothing else, now here, then anywhere
     is_alone = ops.logical_not(ops.any(visible, axis=-1, keepdims=True))
-    visible = visible | (is_alone & (keys == queries))
+    visible = visible | (is_alone & is_self)
     scores = ops.where(visible, scores, _LOWEST)
     highest = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
     weights = ops.where(visible, ops.exp(scores - highest), 0.0)
     total = ops.sum(weights, axis=-1, keepdims=True)
     weights = ops.cast(weights / _nonzero(total), value.dtype)
     weights = weights if dropout is None else dropout(weights)
-    output = ops.einsum("bnrcqk,bnrckv->bnrcqv", weights, look(value))
+    heads = ops.einsum("bnrcqk,bnrckv->bnrcqv", weights, value)
     highest = ops.where(is_alone, _LOWEST, highest)
+    rounds = [ops.cast(heads, scores.dtype), total, highest]
+    return ops.concatenate(rounds, axis=-1)
 
-    # rounds weigh as much as the sums of their exponentials
-    rounds = [ops.cast(output, scores.dtype), total, highest]
-    rounds = ops.concatenate(rounds, axis=-1)
-    rounds = _unsort_rows(rounds, slots[..., :length])  # (B, T, N, R, V + 2)
-    output, total, highest = (
+
+def _merge_rounds(rounds):
+    """Merges `(B, T, N, R, V + 2)`, what rounds attend to, into one softmax."""
+    heads, total, highest = (
         rounds[..., :-2],
         rounds[..., -2:-1],
         rounds[..., -1:],
     )
+    # rounds weigh as much as the sums of their exponentials
     highest = highest - ops.max(highest, axis=3, keepdims=True)
     shares = total * ops.exp(highest)
     shares = shares / _nonzero(ops.sum(shares, axis=3, keepdims=True))
-    return ops.cast(ops.sum(shares * output, axis=3), value.dtype)
+    return ops.sum(shares * heads, axis=3)
 
 
 def _attend_all_pairs(
@@ -370,8 +425,10 @@ def _nonzero(total):
 def _unit_keys(query):
     """Queries as keys, which are scaled to length 1."""
     query = at_least_float32(query)
-    mean = ops.mean(ops.square(query), axis=-1, keepdims=True)
-    return query * ops.rsqrt(mean + 1e-6) / math.sqrt(query.shape[-1])
+    size = query.shape[-1]
+    # not `ops.mean`, which gives float32 for float64 on PyTorch
+    mean = ops.sum(ops.square(query), axis=-1, keepdims=True) / size
+    return query * ops.rsqrt(mean + 1e-6) / math.sqrt(size)
 
 
 def _sort_rows(x, order):
@@ -395,7 +452,7 @@ def _unsort_rows(x, slots):
     return ops.take(ops.reshape(x, (-1, size)), rows, axis=0)
 
 
-def _with_neighbours(x, before, after, wrap, fill):
+def _with_neighbours(x, before, after, wrap, fill=0):
     """Joins chunks `(B, N, R, C, W, ...)` to those around them, along `W`."""
     if not before and not after:
         return x

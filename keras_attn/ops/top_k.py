@@ -1,6 +1,7 @@
 """Explicit sparse attention (https://arxiv.org/abs/1912.11637)."""
 
 import fractions
+import functools
 import math
 
 from keras import ops
@@ -9,6 +10,8 @@ from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
+from keras_attn.ops.query_blocks import attend_in_blocks
+from keras_attn.ops.query_blocks import is_long
 
 
 def top_k_attention(
@@ -51,8 +54,8 @@ def top_k_attention(
     """
     masks = (padding_mask, attention_mask, use_causal_mask)
     length = ops.shape(key)[1]
-    is_share = isinstance(top_k, float)
-    if isinstance(length, int) and not is_share and top_k >= length:
+    is_count = not isinstance(top_k, float)
+    if isinstance(length, int) and is_count and top_k >= length:
         return dot_product_attention(
             query,
             key,
@@ -61,18 +64,29 @@ def top_k_attention(
             dropout=dropout,
             return_attention_scores=return_attention_scores,
         )
+    weigh = functools.partial(_weigh, top_k=top_k)
+    if dropout is None and not return_attention_scores and is_long(query, key):
+        return attend_in_blocks(weigh, query, key, value, *masks)
     scores = ops.einsum(
         "btnh,bsnh->bnts",
         at_least_float32(query) / math.sqrt(query.shape[-1]),
         at_least_float32(key),
     )
-    mask = dense_mask(query, key, *masks)
+    weights = weigh(scores, dense_mask(query, key, *masks))
+    weights = ops.cast(weights, value.dtype)
+    dropped = weights if dropout is None else dropout(weights)
+    heads = ops.einsum("bnts,bsnv->btnv", dropped, value)
+    return (heads, weights) if return_attention_scores else heads
+
+
+def _weigh(scores, mask, top_k):
+    """Softmax over the highest of the scores `(B, N, T, S)` of each query."""
     candidates = ops.stop_gradient(scores)
     if mask is not None:
         # nothing is computed with -inf, it only ranks below all scores
         lowest = ops.full_like(candidates, float("-inf"))
         candidates = ops.where(mask, candidates, lowest)
-    if is_share:
+    if isinstance(top_k, float):
         threshold = _threshold_of_share(candidates, top_k)
     else:
         threshold = _threshold(candidates, top_k)
@@ -80,17 +94,16 @@ def top_k_attention(
     chosen = ops.logical_not(candidates < threshold)
     if mask is not None:
         chosen = ops.logical_and(chosen, mask)
-    weights = ops.cast(masked_softmax(scores, chosen), value.dtype)
-    dropped = weights if dropout is None else dropout(weights)
-    heads = ops.einsum("bnts,bsnv->btnv", dropped, value)
-    return (heads, weights) if return_attention_scores else heads
+    return masked_softmax(scores, chosen)
 
 
 def _threshold(candidates, top_k):
     """The `top_k`-th highest score of each query, -inf if there are fewer."""
-    if not isinstance(ops.shape(candidates)[-1], int):
+    length = ops.shape(candidates)[-1]
+    missing = max(top_k - length, 0) if isinstance(length, int) else top_k
+    if missing:
         # keeps `top_k` a constant, whatever the length turns out to be
-        padding = [(0, 0)] * 3 + [(0, top_k)]
+        padding = [(0, 0)] * 3 + [(0, missing)]
         candidates = ops.pad(candidates, padding, constant_values=float("-inf"))
     highest, _ = ops.top_k(candidates, top_k, sorted=False)
     return ops.min(highest, axis=-1, keepdims=True)

@@ -1,9 +1,7 @@
-"""Every layer, small, for what must work with all of them.
-
-`test_support.py` and its likes run every test on every line of `EXAMPLES`.
-"""
+"""Every layer, small, for what must work with all of them."""
 
 import dataclasses
+import functools
 import inspect
 
 import keras
@@ -23,13 +21,15 @@ LONGEST = 97  # PyTorch traces an unknown length as 83 and 89
 class Example:
     """A layer, the arguments to try it with, and inputs that it takes.
 
-    `is_map` tells whether the inputs are feature maps instead of sequences.
+    `parts` are functions that make the layers inside of it, `is_map` tells
+    whether the inputs are feature maps instead of sequences.
     `idle` names weights that one step of training need not move. `sorts` tells
     whether rounding decides what a position sees.
     """
 
     cls: type
     kwargs: dict = dataclasses.field(default_factory=dict)
+    parts: dict = dataclasses.field(default_factory=dict)
     is_map: bool = False
     idle: tuple = ()
     sorts: bool = False
@@ -40,7 +40,9 @@ class Example:
     def layer(self, **kwargs):
         """A new layer, with room for sequences of `LONGEST` positions."""
         room = {"max_length": LONGEST} if "max_length" in self.kwargs else {}
-        return self.cls(**{**self.kwargs, **room, **kwargs})
+        dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
+        parts = {name: make(**dtype) for name, make in self.parts.items()}
+        return self.cls(**{**self.kwargs, **parts, **room, **kwargs})
 
     def built(self, **kwargs):
         layer = self.layer(**kwargs)
@@ -86,6 +88,12 @@ EXAMPLES = [
     Example(layers.SingleHeadAttention),
     Example(layers.SHARNNBlock, {"intermediate_dim": 26, "memory_length": 7}),
     Example(layers.Boom, {"intermediate_dim": 26}),
+    Example(
+        layers.TransformerBlock,
+        {"intermediate_dim": 26},
+        parts={"attention": functools.partial(layers.MultiHeadAttention, 3, 5)},
+        idle=("key/bias",),
+    ),
     Example(layers.LAMA, {"num_heads": 3, "rank": 2, "hidden_dim": 7}),
     Example(layers.ChannelAttention, {"reduction_ratio": 3}, is_map=True),
     Example(layers.SpatialAttention, {"kernel_size": 3}, is_map=True),
@@ -93,3 +101,18 @@ EXAMPLES = [
 ]
 
 every_layer = pytest.mark.parametrize("example", EXAMPLES, ids=str)
+
+
+def nightly_but(*names):
+    """Every layer, but in the ordinary run those of these names alone."""
+    return pytest.mark.parametrize(
+        "example",
+        [
+            pytest.param(
+                example,
+                marks=[] if str(example) in names else pytest.mark.nightly,
+            )
+            for example in EXAMPLES
+        ],
+        ids=str,
+    )

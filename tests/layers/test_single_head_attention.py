@@ -10,7 +10,7 @@ from tests.backend import run
 from tests.backend import to_numpy
 from tests.backend import weight_gradients
 from tests.golden.sharnn import load_weights
-from tests.golden.sharnn import named_weights
+from tests.golden.sharnn import named_gradients
 
 FILES = ["sharnn_attention", "sharnn_attention_kvr_heads"]
 
@@ -69,7 +69,7 @@ def test_golden_gradients(name):
     expected = [
         batch_first(arrays[f"grad.{x}"]) for x in ("query", "value", "key")
     ]
-    pairs = named_weights(layer, arrays, "grad.weight.")
+    pairs = named_gradients(layer, arrays, "grad.weight.")
     assert len(pairs) == len(layer.trainable_weights)
     actual = gradients(loss, *inputs) + weight_gradients(
         lambda: loss(*(ops.convert_to_tensor(x) for x in inputs)),
