@@ -33,25 +33,28 @@ def growth(fn, inputs, length, factor=4):
 
 def largest_array(fn, *arrays):
     """Number of elements of the largest array that `fn(*arrays)` makes."""
+    return max(array_sizes(fn, *arrays))
+
+
+def array_sizes(fn, *arrays):
+    """Numbers of elements of all arrays that `fn(*arrays)` makes.
+
+    There is one for each result of each operation, so that their number tells
+    how long the program is.
+    """
     backend = keras.backend.backend()
     if backend == "jax":
         import jax
 
-        return _largest_in_jaxpr(jax.make_jaxpr(fn)(*arrays).jaxpr)
+        return jaxpr_sizes(jax.make_jaxpr(fn)(*arrays).jaxpr)
     tensors = [ops.convert_to_tensor(x) for x in arrays]
     if backend == "tensorflow":
         import tensorflow as tf
 
-        graph = tf.function(fn).get_concrete_function(*tensors).graph
-        return max(
-            output.shape.num_elements() or 0  # `None` if only a run tells
-            for operation in graph.get_operations()
-            for output in operation.outputs
-            if output.dtype != tf.resource and output.dtype != tf.variant
+        return graph_sizes(
+            tf.function(fn).get_concrete_function(*tensors).graph
         )
-    with _LargestTensor() as largest:
-        fn(*tensors)
-    return largest.size
+    return dispatched_sizes(fn, *tensors)
 
 
 def _gradients(fn):
@@ -90,30 +93,52 @@ def _gradients(fn):
     return gradients
 
 
-def _largest_in_jaxpr(jaxpr):
-    sizes = [0]
+def jaxpr_sizes(jaxpr):
+    """As `array_sizes()`, of a program of JAX and of those inside of it."""
+    sizes = []
     for equation in jaxpr.eqns:
         sizes += [math.prod(x.aval.shape) for x in equation.outvars]
         for parameter in equation.params.values():
             for x in keras.tree.flatten(parameter):
                 x = getattr(x, "jaxpr", x)
                 if hasattr(x, "eqns"):
-                    sizes.append(_largest_in_jaxpr(x))
-    return max(sizes)
+                    sizes += jaxpr_sizes(x)
+    return sizes
+
+
+def graph_sizes(graph):
+    """As `array_sizes()`, of a graph of TensorFlow."""
+    import tensorflow as tf
+
+    return [
+        output.shape.num_elements() or 0  # `None` if only a run tells
+        for operation in graph.get_operations()
+        for output in operation.outputs
+        if output.dtype != tf.resource and output.dtype != tf.variant
+    ]
+
+
+def dispatched_sizes(fn, *tensors):
+    """As `array_sizes()`, of the operations that PyTorch runs."""
+    with _Recorder() as recorder:
+        fn(*tensors)
+    return recorder.sizes
 
 
 if keras.backend.backend() == "torch":
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class _LargestTensor(TorchDispatchMode):
+    class _Recorder(TorchDispatchMode):
         """Watches every operation, those of the backward pass included."""
 
-        size = 0
+        def __init__(self):
+            super().__init__()
+            self.sizes = []
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             results = func(*args, **(kwargs or {}))
             for x in keras.tree.flatten(results):
                 if isinstance(x, torch.Tensor):
-                    self.size = max(self.size, x.numel())
+                    self.sizes.append(x.numel())
             return results

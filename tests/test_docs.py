@@ -24,10 +24,12 @@ def all_examples():
     for module in (
         keras_attn.conversion,
         keras_attn.data,
+        keras_attn.distribution,
         keras_attn.layers,
         keras_attn.models,
         keras_attn.ops,
         keras_attn.optimizers,
+        keras_attn.visualization,
     ):
         for name in module.__all__:
             text = inspect.getdoc(getattr(module, name)) or ""

@@ -19,10 +19,12 @@ PACKAGE = pathlib.Path(keras_attn.__file__).parent
 MODULES = (
     keras_attn.conversion,
     keras_attn.data,
+    keras_attn.distribution,
     keras_attn.layers,
     keras_attn.models,
     keras_attn.ops,
     keras_attn.optimizers,
+    keras_attn.visualization,
 )
 
 

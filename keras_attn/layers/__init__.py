@@ -19,6 +19,7 @@ from keras_attn.layers.sparse_transformer import FixedSparseAttention
 from keras_attn.layers.sparse_transformer import StridedSparseAttention
 from keras_attn.layers.synthesizer import Synthesizer
 from keras_attn.layers.top_k_attention import TopKAttention
+from keras_attn.layers.transformer_block import TransformerBlock
 
 __all__ = [
     "AttentionLayer",
@@ -40,4 +41,5 @@ __all__ = [
     "StridedSparseAttention",
     "Synthesizer",
     "TopKAttention",
+    "TransformerBlock",
 ]

@@ -10,8 +10,11 @@ from keras_attn.layers.padding import differ
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 
 
@@ -85,6 +88,8 @@ class AttentionLayer(keras.layers.Layer):
             What it masks is not attended.
         attention_mask: Boolean tensor of shape `(B, T, S)` or `(B, N, T, S)`,
             `True` where a query may attend a key. Axes of size 1 broadcast.
+            One of shape `(B, 1, S)` masks keys, as `value_mask` does, and is
+            taken by every mechanism.
         return_attention_scores: Whether to return the attention weights too.
         training: Whether to apply dropout.
         use_causal_mask: Whether to hide the keys after a query's position,
@@ -170,6 +175,9 @@ class AttentionLayer(keras.layers.Layer):
         value_shape = query_shape if value_shape is None else value_shape
         key_shape = value_shape if key_shape is None else key_shape
         self._check_shapes(query_shape, value_shape, key_shape)
+        check_shards(
+            self, "attention_output/kernel", 0, num_heads=self.num_heads
+        )
         self.query_dense = self._add_heads("query", query_shape, self.key_dim)
         self.key_dense = self._add_heads("key", key_shape, self.key_dim)
         self.value_dense = self._add_heads("value", value_shape, self.value_dim)
@@ -274,6 +282,7 @@ class AttentionLayer(keras.layers.Layer):
             value.shape[:2],
             value_mask=value_mask,
             key_mask=key_mask,
+            attention_mask=self._masks_keys(attention_mask),
             attached_mask=attached_mask,
             attached_key_mask=None if key is None else self.attached_mask(key),
         )
@@ -340,6 +349,13 @@ class AttentionLayer(keras.layers.Layer):
                 f"`key`. Received: key={key}"
             )
         options = {k: v for k, v in options.items() if v is not None}
+        if "state" in options and "attention_mask" in options:
+            raise ValueError(
+                f"`{name}` cannot combine `attention_mask` with `state`. Mask "
+                "padding with `mask` instead."
+            )
+        if self._masks_keys(options.get("attention_mask")) is not None:
+            del options["attention_mask"]
         if return_attention_scores:
             options["return_attention_scores"] = True
         if use_causal_mask:
@@ -360,12 +376,20 @@ class AttentionLayer(keras.layers.Layer):
                     f"Received: query.shape={tuple(query.shape)}, "
                     f"value.shape={tuple(value_shape)}"
                 )
-        if "state" in options and "attention_mask" in options:
-            raise ValueError(
-                f"`{name}` cannot combine `attention_mask` with `state`. Mask "
-                "padding with `mask` instead."
-            )
         return options
+
+    def _masks_keys(self, attention_mask):
+        """Reads an `attention_mask` that is the same for all queries.
+
+        Returns:
+            Tensor of shape `(B, S)`, or `None` if the mask is of another kind,
+            or `attend()` takes it as it is.
+        """
+        if attention_mask is None or "attention_mask" in self._options:
+            return None
+        shape = attention_mask.shape
+        is_padding = len(shape) == 3 and shape[1] == 1
+        return attention_mask[:, 0] if is_padding else None
 
     def _check_shapes(self, query_shape, value_shape, key_shape):
         shapes = {"query": query_shape, "value": value_shape, "key": key_shape}
@@ -444,6 +468,8 @@ class AttentionLayer(keras.layers.Layer):
             )
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             "num_heads": self.num_heads,
@@ -475,7 +501,7 @@ class AttentionLayer(keras.layers.Layer):
             ),
             "seed": self.seed,
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}
 
 
 def _is_seen(attention_mask):

@@ -2,11 +2,14 @@
 
 import keras
 
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops.boom import boom
 from keras_attn.ops.boom import quick_gelu
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 
 
@@ -93,6 +96,9 @@ class Boom(keras.layers.Layer):
                 f"intermediate_dim={self.intermediate_dim}, "
                 f"input_shape={tuple(input_shape)}"
             )
+        check_shards(
+            self, "up/kernel", 1, intermediate_dim=self.intermediate_dim
+        )
         initializer = self.kernel_initializer
         if initializer is None:
             initializer = keras.initializers.RandomNormal(
@@ -127,6 +133,8 @@ class Boom(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         return input_shape
 
+    enable_lora = enable_lora
+
     def get_config(self):
         if self.activation is quick_gelu:
             activation = "quick_gelu"
@@ -145,4 +153,4 @@ class Boom(keras.layers.Layer):
             ),
             "seed": self.seed,
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}

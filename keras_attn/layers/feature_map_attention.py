@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.utils import check_choice
 from keras_attn.utils import clone_initializer
 
@@ -153,7 +155,15 @@ class FeatureMapAttention(keras.layers.Layer):
         that half precision would save nothing, while a sum of squares soon
         leaves its range.
         """
-        return cls(*args, **kwargs, dtype=self.variable_dtype)
+        policy = self.dtype_policy
+        if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+            # of a quantized layer, which says what its sub-layers are
+            policy = keras.dtype_policies.DTypePolicyMap(
+                self.variable_dtype, dict(policy)
+            )
+        else:
+            policy = self.variable_dtype
+        return cls(*args, **kwargs, dtype=policy)
 
     def _weight_arguments(self):
         """The shared arguments that say what to do with weights."""
@@ -195,6 +205,8 @@ class FeatureMapAttention(keras.layers.Layer):
         shapes = self._gate_shapes(inputs.shape)
         return output, *(keras.KerasTensor(s, dtype=dtype) for s in shapes)
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             "gate_activation": keras.activations.serialize(
@@ -221,4 +233,4 @@ class FeatureMapAttention(keras.layers.Layer):
                 self.bias_constraint
             ),
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}

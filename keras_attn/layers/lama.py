@@ -6,10 +6,13 @@ from keras import ops
 from keras_attn.layers.padding import AttachedMask
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import zero_padding
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops import lama
 from keras_attn.ops import orthogonality_penalty
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 from keras_attn.utils import invalid
 
@@ -148,6 +151,11 @@ class LAMA(keras.layers.Layer):
         self._check_shapes(inputs_shape, context_shape)
         features = inputs_shape[-1]
         context_size = features if context_shape is None else context_shape[-1]
+        check_shards(
+            self, "input_kernel", 1, num_heads=self.num_heads * self.rank
+        )
+        if self.hidden_dim is not None:
+            check_shards(self, "hidden/kernel", 1, hidden_dim=self.hidden_dim)
         self.context_vector = self.hidden_dense = self.bias = None
         if self.context == "learned" and context_shape is None:
             self.context_vector = self.add_weight(
@@ -290,6 +298,8 @@ class LAMA(keras.layers.Layer):
         shape = (shape[0], self.num_heads, inputs.shape[1])
         return outputs, keras.KerasTensor(shape, dtype=self.compute_dtype)
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             "num_heads": self.num_heads,
@@ -323,4 +333,4 @@ class LAMA(keras.layers.Layer):
                 self.bias_constraint
             ),
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}

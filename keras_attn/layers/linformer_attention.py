@@ -8,6 +8,7 @@ from keras_attn.ops import linformer_attention
 from keras_attn.ops import linformer_window_attention
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 from keras_attn.utils import invalid
 from keras_attn.utils import numpy_generator
@@ -102,10 +103,12 @@ class LengthProjection(keras.layers.Layer):
 
     def build(self, input_shape):
         self._check_length(input_shape)
+        if self.num_heads is not None:
+            check_shards(self, "head_kernel", 0, num_heads=self.num_heads)
         is_random = self.projection == "random"
         initializer = _per_head(self.initializer, self.num_heads, [-2], [-1])
         self.kernel = self.add_weight(
-            name="kernel",
+            name=_kernel_name(self.num_heads),
             shape=self.matrix_shape,
             initializer=self._draw if is_random else initializer,
             regularizer=None if is_random else self.regularizer,
@@ -411,7 +414,7 @@ class _Convolution(keras.layers.Layer):
     def build(self, input_shape):
         heads = () if self.num_heads is None else (self.num_heads,)
         self.kernel = self.add_weight(
-            name="kernel",
+            name=_kernel_name(self.num_heads),
             shape=(*heads, *self.shape),
             initializer=_per_head(
                 self.initializer, self.num_heads, [-3, -2], [-3, -1]
@@ -419,6 +422,11 @@ class _Convolution(keras.layers.Layer):
             regularizer=self.regularizer,
             constraint=self.constraint,
         )
+
+
+def _kernel_name(num_heads):
+    """Tells kernels with an axis for the heads, which layout maps split."""
+    return "kernel" if num_heads is None else "head_kernel"
 
 
 def _per_head(initializer, num_heads, input_axes, output_axes):

@@ -16,6 +16,7 @@ class AttachedMask(keras.layers.Layer):
     def __init__(self, **kwargs):
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
+        self.built = True  # even if nothing but shapes has been seen
 
     def call(self, inputs, mask=None):
         return mask
@@ -34,6 +35,7 @@ class AttachMask(keras.layers.Layer):
     def __init__(self, **kwargs):
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
+        self.built = True  # even if nothing but shapes has been seen
 
     def call(self, inputs, mask=None):
         return inputs

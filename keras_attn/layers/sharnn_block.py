@@ -10,6 +10,8 @@ from keras_attn.layers.boom import Boom
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import zero_padding
 from keras_attn.layers.single_head_attention import SingleHeadAttention
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops.lstm_state import lstm_cell_state
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
@@ -519,6 +521,8 @@ class SHARNNBlock(keras.layers.Layer):
             if shapes == expected:
                 super().load_own_variables(store)
 
+    enable_lora = enable_lora
+
     def get_config(self):
         config = {
             name: getattr(self, name)
@@ -526,4 +530,4 @@ class SHARNNBlock(keras.layers.Layer):
             if name != "kwargs"
         }
         config["activation"] = self.boom.get_config()["activation"]
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}

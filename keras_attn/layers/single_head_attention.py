@@ -8,11 +8,18 @@ from keras_attn.layers.padding import differ
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
+from keras_attn.layers.streaming import append_state
+from keras_attn.layers.sublayers import enable_lora
+from keras_attn.layers.sublayers import quantized_dtype
+from keras_attn.ops import key_value_cache
+from keras_attn.ops import key_value_cache_mask
+from keras_attn.ops import update_key_value_cache
 from keras_attn.ops.boom import quick_gelu
 from keras_attn.ops.single_head_attention import single_head_attention
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
+from keras_attn.utils import check_shards
 from keras_attn.utils import clone_initializer
 
 
@@ -73,10 +80,14 @@ class SingleHeadAttention(keras.layers.Layer):
         return_attention_scores: Whether to return the weights as well.
         use_causal_mask: Whether to hide the positions after a query's own.
             The memory precedes them all, and stays visible.
+        state: Streaming state from `initial_state()` or the previous call, in
+            place of a memory. The call then takes the next positions of a
+            sequence, one or more, and attends causally to all up to them.
 
     Returns:
         Tensor of shape `(B, T, F)`. With `return_attention_scores`, also the
-        weights, of shape `(B, num_heads, T, M + S)`.
+        weights, of shape `(B, num_heads, T, M + S)`, or with `state` `(B,
+        num_heads, T, max_length)`. With `state`, the new state comes last.
 
     Example:
 
@@ -150,6 +161,7 @@ class SingleHeadAttention(keras.layers.Layer):
         key_shape = value_shape if key_shape is None else key_shape
         self._check_shapes(query_shape, value_shape, key_shape)
         units = query_shape[-1]
+        check_shards(self, "query/kernel", 1, features=units)
         self.query_dense = self._add_dense("query", units, units)
         self.query_norm = keras.layers.LayerNormalization(
             epsilon=1e-12, dtype=self.dtype_policy, name="query_norm"
@@ -197,6 +209,32 @@ class SingleHeadAttention(keras.layers.Layer):
             shape=(units,), initializer=initializer, name=name
         )
 
+    def initial_state(self, batch_size, max_length=None):
+        """Creates an empty cache of what is attended.
+
+        Args:
+            batch_size: Number of sequences.
+            max_length: Number of positions that the cache can hold.
+
+        Returns:
+            Dictionary of tensors, for the call argument `state`. See
+            `keras_attn.ops.key_value_cache`. Keys have a buffer of their own
+            only if there are projections.
+        """
+        check_positive_integers(
+            self, batch_size=batch_size, max_length=max_length
+        )
+        shapes = {"value": self.query_vector.shape}
+        if self._has_projections:
+            shapes["key"] = self.query_vector.shape
+        return key_value_cache(
+            batch_size, max_length, self.compute_dtype, **shapes
+        )
+
+    @property
+    def _has_projections(self):
+        return self.use_key_projection or self.use_value_projection
+
     def call(
         self,
         query,
@@ -212,8 +250,10 @@ class SingleHeadAttention(keras.layers.Layer):
         return_attention_scores=False,
         training=None,
         use_causal_mask=False,
+        state=None,
     ):
         self._check_call(query, value, key, memory, mask, use_causal_mask)
+        self._check_state(state, query, value, key, memory, attention_mask)
         query_mask = merge_masks(
             self,
             query.shape[:2],
@@ -260,6 +300,14 @@ class SingleHeadAttention(keras.layers.Layer):
             key = self.key_dense(key)
         if self.value_dense is not None:
             value = self.value_dense(value)
+        if state is not None:
+            chunk = {"key": key, "value": value}
+            chunk = {name: chunk[name] for name in chunk if name in state}
+            state = update_key_value_cache(state, padding_mask, **chunk)
+            value = state["value"]
+            key = state.get("key", value)
+            padding_mask = state["padding_mask"]
+            attention_mask = key_value_cache_mask(state, ops.shape(query)[1])
         value = self.value_dropout_layer(value, training=training)
         query_gate = ops.sigmoid(self._cast(self.query_vector))
         results = single_head_attention(
@@ -271,7 +319,7 @@ class SingleHeadAttention(keras.layers.Layer):
             value_gate=self._to_heads(self.compute_value_gate()),
             padding_mask=padding_mask,
             attention_mask=attention_mask,
-            use_causal_mask=use_causal_mask,
+            use_causal_mask=use_causal_mask and state is None,
             dropout=self.dropout_layer if self.dropout and training else None,
             return_attention_scores=return_attention_scores,
         )
@@ -285,7 +333,7 @@ class SingleHeadAttention(keras.layers.Layer):
         if scores and query_mask is not None:
             visible = query_mask[:, None, :, None]
             scores = [ops.where(visible, scores[0], ops.zeros_like(scores[0]))]
-        return (output, *scores) if scores else output
+        return append_state((output, *scores) if scores else output, state)
 
     def _cast(self, vector):
         return ops.cast(vector, self.compute_dtype)
@@ -381,6 +429,28 @@ class SingleHeadAttention(keras.layers.Layer):
                 f"memory.shape={tuple(memory.shape)}"
             )
 
+    def _check_state(self, state, query, value, key, memory, attention_mask):
+        if state is None:
+            return
+        name = type(self).__name__
+        others = {
+            "key": key,
+            "memory": memory,
+            "attention_mask": attention_mask,
+        }
+        for other, tensor in others.items():
+            if tensor is not None:
+                raise ValueError(
+                    f"`{name}` cannot combine `{other}` with `state`."
+                )
+        value_shape = (query if value is None else value).shape
+        if differ(query.shape[1], value_shape[1]):
+            raise ValueError(
+                f"`{name}` needs as many keys as queries for `state`. "
+                f"Received: query.shape={tuple(query.shape)}, "
+                f"value.shape={tuple(value_shape)}"
+            )
+
     def compute_output_shape(
         self, query_shape, value_shape=None, key_shape=None
     ):
@@ -395,21 +465,34 @@ class SingleHeadAttention(keras.layers.Layer):
         value=None,
         key=None,
         mask=None,
+        attention_mask=None,
         memory=None,
         return_attention_scores=False,
         use_causal_mask=False,
+        state=None,
         **kwargs,
     ):
         self._check_call(query, value, key, memory, mask, use_causal_mask)
-        output = keras.KerasTensor(query.shape, dtype=self.compute_dtype)
-        if not return_attention_scores:
-            return output
-        keys = (query if value is None else value).shape[1]
-        if memory is not None:
-            known = keys is not None and memory.shape[1] is not None
-            keys = keys + memory.shape[1] if known else None
-        shape = (query.shape[0], self.num_heads, query.shape[1], keys)
-        return output, keras.KerasTensor(shape, dtype=self.compute_dtype)
+        self._check_state(state, query, value, key, memory, attention_mask)
+        outputs = [keras.KerasTensor(query.shape, dtype=self.compute_dtype)]
+        if return_attention_scores:
+            keys = (query if value is None else value).shape[1]
+            if memory is not None:
+                known = keys is not None and memory.shape[1] is not None
+                keys = keys + memory.shape[1] if known else None
+            if state is not None:
+                keys = state["padding_mask"].shape[1]
+            shape = (query.shape[0], self.num_heads, query.shape[1], keys)
+            outputs.append(keras.KerasTensor(shape, dtype=self.compute_dtype))
+        if state is not None:
+            outputs.append(
+                keras.tree.map_structure(
+                    lambda x: keras.KerasTensor(x.shape, dtype=x.dtype), state
+                )
+            )
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    enable_lora = enable_lora
 
     def get_config(self):
         config = {
@@ -426,7 +509,7 @@ class SingleHeadAttention(keras.layers.Layer):
             ),
             "seed": self.seed,
         }
-        return {**super().get_config(), **config}
+        return {**super().get_config(), **config, **quantized_dtype(self)}
 
 
 def _join(memory, x):

@@ -221,7 +221,7 @@ class Synthesizer(AttentionLayer):
 
     def _build_dense(self, query_shape):
         self.hidden_dense = self._add_hidden("hidden", query_shape)
-        size = self.hidden_dense.kernel.shape[-1]
+        size = self.hidden_dim or self.key_dim
         # not a dense layer, which could not leave out unused positions
         self.dense_kernel = self.add_weight(
             name="dense_kernel",
@@ -244,12 +244,14 @@ class Synthesizer(AttentionLayer):
         if self.hidden_dim == 0:
             self.factorized_hidden_dense = None
             equation, shape = "btf,fnh->btnh", query_shape[1:]
+            prefix = "query_"
         else:
             self.factorized_hidden_dense = self._add_hidden(
                 "factorized_hidden", query_shape
             )
-            size = self.factorized_hidden_dense.kernel.shape[-1]
+            size = self.hidden_dim or self.key_dim
             equation, shape = "btnf,nfh->btnh", (None, self.num_heads, size)
+            prefix = ""
         left, right = self.factors or _default_factors(
             self.max_length, self.tiling
         )
@@ -259,7 +261,7 @@ class Synthesizer(AttentionLayer):
                 shape,
                 output_shape=(None, self.num_heads, size),
                 bias_axes="nh",
-                name=name,
+                name=prefix + name,
             )
             setattr(self, f"{name}_dense", dense)
 

@@ -18,9 +18,8 @@ class Generator:
     that owns it should own itself through it.
 
     Args:
-        model: Model with `initial_state(batch_size, memory_length)`, and a
-            call `model({"token_ids", "padding_mask"}, state=state)` that
-            returns logits and the new state.
+        model: Model with a `vocabulary_size`, and a call `model(token_ids,
+            state=state)` that returns logits and the new state.
     """
 
     def __init__(self, model):
@@ -31,25 +30,29 @@ class Generator:
         self,
         prompt,
         max_new_tokens,
+        make_state,
         temperature=1.0,
         top_k=None,
         top_p=None,
         seed=None,
         stream=None,
-        memory_length=None,
     ):
-        """Continues a text, see `keras_attn.models.SHARNN.generate`."""
+        """Continues a text, see `keras_attn.models.SHARNN.generate`.
+
+        `make_state(batch_size, length)` returns the state from which texts of
+        a length start.
+        """
         vocabulary_size = self.model.vocabulary_size
         if isinstance(prompt, str):
             return self._continue_text(
                 prompt,
                 max_new_tokens,
+                make_state,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
                 seed=seed,
                 stream=stream,
-                memory_length=memory_length,
             )
         prompt = np.asarray(prompt)
         _check_arguments(prompt, max_new_tokens, temperature, top_k, top_p)
@@ -57,28 +60,31 @@ class Generator:
         batch_size, length = tokens.shape
 
         def emit(new):
-            if stream is not None:
+            if stream is not None and new.size:
                 stream(new if prompt.ndim == 2 else new[0])
 
-        if memory_length is None:
-            memory_length = self.model.memory_length
-        # what the memory can never hold need not be scored
-        memory_length = min(
-            memory_length, _power_of_two(length + max_new_tokens)
-        )
-        state = self.model.initial_state(batch_size, memory_length)
-        state = self._read(tokens[:, :-1], state)
+        state = make_state(batch_size, length + max_new_tokens)
+        read, state = self._read(tokens, state)
+        # the rest of the prompt is read by the loop that writes, token by
+        # token, so that every program has one shape
+        token, given = tokens[:, read], tokens[:, read + 1 :]
         random = np.random.default_rng(seed)
-        pieces, token, missing = [tokens], tokens[:, -1], max_new_tokens
+        pieces, missing = [tokens], max_new_tokens
         while missing > 0:
-            steps = min(missing, _TOKENS_PER_CALL)
+            now, given = np.split(given, [_TOKENS_PER_CALL], axis=1)
+            steps = min(now.shape[1] + missing, _TOKENS_PER_CALL)
+            draws = np.zeros((_TOKENS_PER_CALL, batch_size), dtype="float32")
+            draws[now.shape[1] : steps] = random.random(
+                (steps - now.shape[1], batch_size), dtype="float32"
+            )
+            room = _TOKENS_PER_CALL - now.shape[1]
             new, state = self._write(
                 {
                     "token_ids": token,
+                    "given": np.pad(now, [(0, 0), (0, room)]),
+                    "given_length": np.int32(now.shape[1]),
                     "state": state,
-                    "random": random.random(
-                        (_TOKENS_PER_CALL, batch_size), dtype="float32"
-                    ),
+                    "random": draws,
                     "steps": np.int32(steps),
                     "temperature": np.float32(temperature or 1.0),
                     "top_k": np.int32(
@@ -87,15 +93,16 @@ class Generator:
                     "top_p": np.float32(1.0 if top_p is None else top_p),
                 }
             )
-            new = new[:, :steps]
+            token, new = new[:, steps - 1], new[:, now.shape[1] : steps]
             emit(new)
             pieces.append(new)
-            token = new[:, -1]
-            missing -= steps
+            missing -= new.shape[1]
         tokens = np.concatenate(pieces, axis=1)
         return tokens if prompt.ndim == 2 else tokens[0]
 
-    def _continue_text(self, prompt, max_new_tokens, stream, **arguments):
+    def _continue_text(
+        self, prompt, max_new_tokens, make_state, stream, **arguments
+    ):
         if self.model.vocabulary_size != 256:
             raise ValueError(
                 "Only a model with a vocabulary of 256 bytes can continue a "
@@ -107,6 +114,7 @@ class Generator:
         tokens = self(
             list(prompt.encode()),
             max_new_tokens,
+            make_state,
             stream=None
             if stream is None
             else lambda new: stream(decoder.decode(bytes(new.tolist()))),
@@ -115,21 +123,21 @@ class Generator:
         return bytes(tokens.tolist()).decode(errors="replace")
 
     def _read(self, tokens, state):
-        """Carries the state past the prompt, segment by segment."""
+        """Carries the state past the whole segments of the prompt.
+
+        Returns:
+            The number of positions read, and the state after them. One token
+            at least is left.
+        """
         if self._reader is None:
             self._reader = _Reader(self.model)
-        for start in range(0, tokens.shape[1], _SEGMENT_LENGTH):
+        read = (tokens.shape[1] - 1) // _SEGMENT_LENGTH * _SEGMENT_LENGTH
+        for start in range(0, read, _SEGMENT_LENGTH):
             segment = tokens[:, start : start + _SEGMENT_LENGTH]
-            padding = _SEGMENT_LENGTH - segment.shape[1]
-            mask = np.arange(_SEGMENT_LENGTH) < segment.shape[1]
             state = self._reader.predict_on_batch(
-                {
-                    "token_ids": np.pad(segment, [(0, 0), (0, padding)]),
-                    "padding_mask": np.repeat(mask[None], len(tokens), axis=0),
-                    "state": _to_numpy(state),
-                }
+                {"token_ids": segment, "state": _to_numpy(state)}
             )
-        return state
+        return read, state
 
     def _write(self, inputs):
         if self._writer is None:
@@ -140,7 +148,7 @@ class Generator:
 
 
 class _Reader(keras.Model):
-    """Reads a padded segment and returns the state after it."""
+    """Reads a segment and returns the state after it."""
 
     def __init__(self, model):
         super().__init__(autocast=False, name="reader")
@@ -148,15 +156,17 @@ class _Reader(keras.Model):
         self.built = True
 
     def call(self, inputs):
-        _, state = self.model(
-            {key: inputs[key] for key in ("token_ids", "padding_mask")},
-            state=inputs["state"],
-        )
+        token_ids = ops.cast(inputs["token_ids"], "int32")
+        _, state = self.model(token_ids, state=inputs["state"])
         return state
 
 
 class _Writer(keras.Model):
-    """Adds `steps` tokens to a text, and returns them and the state."""
+    """Takes `steps` steps through a text, and returns tokens and the state.
+
+    A step reads a token and yields the next, one of those that are given or,
+    after them, a new one.
+    """
 
     def __init__(self, model):
         super().__init__(autocast=False, name="writer")
@@ -165,6 +175,7 @@ class _Writer(keras.Model):
 
     def call(self, inputs):
         steps, random = inputs["steps"], inputs["random"]
+        given = ops.cast(inputs["given"], "int32")
 
         def write(step, token, tokens, state):
             logits, state = self.model(token[:, None], state=state)
@@ -174,6 +185,11 @@ class _Writer(keras.Model):
                 inputs["temperature"],
                 inputs["top_k"],
                 inputs["top_p"],
+            )
+            token = ops.where(
+                step < inputs["given_length"],
+                ops.take(given, step, axis=1),
+                token,
             )
             tokens = ops.slice_update(tokens, (0, step), token[:, None])
             return step + 1, token, tokens, state
@@ -239,7 +255,7 @@ def _check_arguments(prompt, max_new_tokens, temperature, top_k, top_p):
             raise ValueError(f"`{name}` is out of range. Received: {value}")
 
 
-def _power_of_two(size):
+def power_of_two(size):
     """The smallest power of two not below `size`."""
     return 1 << (size - 1).bit_length()
 

@@ -45,17 +45,7 @@ def insert_cbam(model, after, attention=None):
     )
     ```
     """
-    if not getattr(model, "inputs", None) or not getattr(model, "outputs", 0):
-        raise ValueError(
-            "`insert_cbam` needs a functional model, or a sequential one that "
-            f"is built, for argument `model`. Received: model={model}"
-        )
-    if isinstance(model, keras.Sequential):
-        inputs, outputs = model.inputs[0], model.outputs[0]
-    else:
-        inputs, outputs = model.input, model.output  # may be dictionaries
-    # a model of another class cannot be taken apart
-    graph = keras.Model(inputs, outputs, name=model.name)
+    graph = functional_graph(model, "insert_cbam")
     names = _chosen_names(graph, after)
     if attention is None:
         attention = CBAM(identity_init=True)
@@ -83,6 +73,23 @@ def insert_cbam(model, after, attention=None):
     for layer in graph.layers:
         result.get_layer(layer.name).set_weights(layer.get_weights())
     return result
+
+
+def functional_graph(model, owner):
+    """The plain functional model that computes what another one does.
+
+    A model of another class cannot be taken apart.
+    """
+    if not getattr(model, "inputs", None) or not getattr(model, "outputs", 0):
+        raise ValueError(
+            f"`{owner}` needs a functional model, or a sequential one that is "
+            f"built, for argument `model`. Received: model={model}"
+        )
+    if isinstance(model, keras.Sequential):
+        inputs, outputs = model.inputs[0], model.outputs[0]
+    else:
+        inputs, outputs = model.input, model.output  # may be dictionaries
+    return keras.Model(inputs, outputs, name=model.name)
 
 
 def _chosen_names(model, after):

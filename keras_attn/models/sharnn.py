@@ -8,6 +8,7 @@ from keras import ops
 from keras_attn.layers.padding import AttachMask
 from keras_attn.layers.sharnn_block import SHARNNBlock
 from keras_attn.models.generation import Generator
+from keras_attn.models.generation import power_of_two
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
 
@@ -514,15 +515,23 @@ class SHARNN(keras.Model):
             integer array of shape `(T + max_new_tokens,)` or
             `(B, T + max_new_tokens)`.
         """
+        if memory_length is None:
+            memory_length = self.memory_length
+
+        def make_state(batch_size, length):
+            # what the memory can never hold need not be scored
+            size = min(memory_length, power_of_two(length))
+            return self.initial_state(batch_size, size)
+
         return self._generator(
             prompt,
             max_new_tokens,
+            make_state,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
             stream=stream,
-            memory_length=memory_length,
         )
 
     def get_config(self):

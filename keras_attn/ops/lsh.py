@@ -436,8 +436,10 @@ def _nonzero(total):
 def _unit_keys(query):
     """Queries as keys, which are scaled to length 1."""
     query = at_least_float32(query)
-    mean = ops.mean(ops.square(query), axis=-1, keepdims=True)
-    return query * ops.rsqrt(mean + 1e-6) / math.sqrt(query.shape[-1])
+    size = query.shape[-1]
+    # not `ops.mean`, which gives float32 for float64 on PyTorch
+    mean = ops.sum(ops.square(query), axis=-1, keepdims=True) / size
+    return query * ops.rsqrt(mean + 1e-6) / math.sqrt(size)
 
 
 def _sort_rows(x, order):

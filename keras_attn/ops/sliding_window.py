@@ -161,8 +161,9 @@ def _take_heads(x, heads, axis=2):
         return {name: _take_heads(value, heads) for name, value in x.items()}
     if x is None or len(x.shape) < 4:
         return x
-    parts = ops.split(x, x.shape[axis], axis)
-    return ops.concatenate([parts[head] for head in heads], axis)
+    before = (slice(None),) * axis
+    parts = [x[(*before, slice(head, head + 1))] for head in heads]
+    return ops.concatenate(parts, axis)
 
 
 def _attend_at_one_rate(

@@ -3,9 +3,6 @@
 import inspect
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -273,6 +270,7 @@ def test_value_and_key_default_to_query(case):
             layer(x, x, x)
 
 
+@pytest.mark.support("Sequences", "any length")
 @every_case
 def test_one_model_takes_any_length(case):
     inputs = keras.Input((None, FEATURES))
@@ -283,6 +281,7 @@ def test_one_model_takes_any_length(case):
         close(model.predict(x, verbose=0), run(model, x))
 
 
+@pytest.mark.support("Compilation", "compiled = eager")
 @every_case
 def test_compiled_equals_eager(case):
     layer = case.layer()
@@ -293,6 +292,7 @@ def test_compiled_equals_eager(case):
     close(fast(x, mask), layer(x, mask=mask))
 
 
+@pytest.mark.support("Sequences", "traced with unknown length")
 @every_class
 def test_traced_with_unknown_length(case):
     inputs = keras.Input((None, FEATURES))
@@ -326,6 +326,7 @@ def test_query_and_value_may_differ_in_length(case):
             layer(sequence(5), sequence(7))
 
 
+@pytest.mark.support("Saving", "clones and wrappers")
 @every_class
 def test_wrappers_and_clones(case):
     x = sequence()
@@ -373,6 +374,7 @@ def test_key_and_value_of_different_lengths_are_refused(case):
 # Masks
 
 
+@pytest.mark.support("Masks", "padding is invisible")
 @every_case
 def test_padding_is_invisible(case):
     layer, x = built(case), sequence(7)
@@ -400,6 +402,7 @@ def test_padding_is_invisible(case):
             close(output[1, :4], same[1, :4])
 
 
+@pytest.mark.support("Masks", "attached masks")
 @every_class
 def test_attached_masks_reach_a_saved_model(case, tmp_path):
     tokens = keras.Input((None,), dtype="int32")
@@ -430,6 +433,7 @@ def test_padding_on_the_left_is_invisible(case):
     close(actual[:, 4:], expected[:, 4:])
 
 
+@pytest.mark.support("Masks", "padding has no gradient")
 @every_case
 def test_padding_has_no_part_in_gradients(case):
     layer, x, mask = case.layer(), sequence(), padding()
@@ -515,6 +519,7 @@ def test_masked_queries_attend_to_nothing(case):
         close(to_numpy(output)[~mask], np.ones((2, FEATURES)))
 
 
+@pytest.mark.support("Masks", "empty rows")
 @every_case
 def test_a_sequence_of_padding_gives_zeros_and_trains(case):
     x, mask = sequence(), np.arange(LENGTH) < [[LENGTH], [0]]
@@ -582,6 +587,22 @@ def test_keys_that_no_query_may_see_may_hold_anything(case):
     close(layer(x, value, attention_mask=mask), expected)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [c for c in FIRST_CASES if "attention_mask" not in c.options],
+    ids=str,
+)
+def test_an_attention_mask_of_keys_alone_is_a_padding_mask(case):
+    """What KerasHub makes of a padding mask."""
+    layer, x, mask = case.layer(), sequence(), padding()
+    expected = layer(x, x, value_mask=mask)
+    assert np.abs(to_numpy(expected) - to_numpy(layer(x, x))).max() > 1e-3
+    close(layer(x, x, attention_mask=mask[:, None]), expected)
+    spec = keras.KerasTensor((2, 1, LENGTH), "int32")
+    symbolic = layer(keras.KerasTensor(x.shape), attention_mask=spec)
+    assert symbolic.shape == x.shape
+
+
 @every_class
 @pytest.mark.parametrize(
     "option",
@@ -607,6 +628,7 @@ def test_unsupported_options_are_refused(case, option):
 # Causality and streaming
 
 
+@pytest.mark.support("Sequences", "causal")
 @cases_with("use_causal_mask", among=[c for c in CASES if c.is_consistent])
 def test_no_position_sees_the_future(case):
     layer, x = built(case), sequence()
@@ -645,6 +667,7 @@ def test_causal_attention_needs_equal_lengths(case):
             layer(make(5), make(7), use_causal_mask=True)
 
 
+@pytest.mark.support("Sequences", "streaming")
 @cases_with("state")
 @pytest.mark.parametrize("sizes", [[11], [1] * 11, [4, 1, 6], [2, 7, 2]])
 def test_streaming_equals_one_causal_pass(case, sizes):
@@ -809,6 +832,7 @@ def test_half_precision(case, policy):
 # Saving
 
 
+@pytest.mark.support("Saving", "`.keras`, `.weights.h5`")
 @every_class
 def test_saved_model_is_the_same_model(case, tmp_path):
     inputs = keras.Input((None, FEATURES))
@@ -821,29 +845,3 @@ def test_saved_model_is_the_same_model(case, tmp_path):
     twin = keras.Model(inputs, case.layer()(case.layer()(inputs)))
     twin.load_weights(tmp_path / "model.weights.h5")
     close(twin(sequence()), model(sequence()))
-
-
-def test_models_load_in_another_process_on_another_backend(tmp_path):
-    inputs = keras.Input((None, FEATURES))
-    for i, case in enumerate(CASES):
-        model = keras.Model(inputs, case.layer()(inputs))
-        model.save(tmp_path / f"{i}.keras")
-        np.save(tmp_path / f"{i}.npy", model.predict(sequence(), verbose=0))
-    np.save(tmp_path / "input.npy", sequence())
-    program = """
-import sys
-import keras, keras_attn, numpy as np
-folder, count = sys.argv[1], int(sys.argv[2])
-x = np.load(f"{folder}/input.npy")
-for i in range(count):
-    model = keras.saving.load_model(f"{folder}/{i}.keras")
-    expected = np.load(f"{folder}/{i}.npy")
-    difference = np.abs(np.asarray(model.predict(x, verbose=0)) - expected)
-    assert difference.max() < 1e-4, (i, difference.max())
-"""
-    other = "torch" if keras.backend.backend() == "tensorflow" else "tensorflow"
-    subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), str(len(CASES))],
-        env={**os.environ, "KERAS_BACKEND": other},
-        check=True,
-    )

@@ -12,7 +12,7 @@ from tests.backend import run
 from tests.backend import to_numpy
 from tests.backend import weight_gradients
 from tests.golden.sharnn import load_weights
-from tests.golden.sharnn import named_weights
+from tests.golden.sharnn import named_gradients
 
 CASES = {"sum": 48, "sum_trim": 55, "linear": 40}
 
@@ -33,7 +33,7 @@ def test_golden(case):
     np.testing.assert_allclose(
         run(layer, x), arrays[f"{case}.expected.out"], rtol=2e-5, atol=2e-5
     )
-    pairs = named_weights(layer, arrays, f"{case}.grad.weight.")
+    pairs = named_gradients(layer, arrays, f"{case}.grad.weight.")
     assert len(pairs) == len(layer.trainable_weights)
 
     def loss(x):

@@ -434,6 +434,7 @@ def test_identity_init_learns():
 # masks
 
 
+@pytest.mark.support("Masks", "padding is invisible")
 @every_layer
 @pytest.mark.parametrize("training", [False, True])
 def test_padding_is_invisible(cls, training):
@@ -456,6 +457,7 @@ def test_padding_is_invisible(cls, training):
     assert all(np.isfinite(part).all() for part in expected)
 
 
+@pytest.mark.support("Masks", "padding has no gradient")
 @every_layer
 @pytest.mark.parametrize("training", [False, True])
 def test_gradients_do_not_see_padding(cls, training):
@@ -529,6 +531,7 @@ def test_frozen_statistics_do_not_move_under_a_mask():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.support("Masks", "attached masks")
 @every_layer
 def test_masks_come_with_the_input_and_go_with_the_output(cls):
     tokens = np.array([[5, 3, 0, 8, 0], [1, 0, 0, 0, 0]])
@@ -704,6 +707,7 @@ def test_every_argument_is_in_the_config(cls, config):
     assert arguments == set(config)
 
 
+@pytest.mark.support("Saving", "`.keras`, `.weights.h5`")
 @pytest.mark.parametrize(("cls", "config"), CONFIGS)
 def test_saved_model_is_the_same_model(cls, config, tmp_path):
     inputs = keras.Input((6, None, None))
@@ -720,6 +724,7 @@ def test_saved_model_is_the_same_model(cls, config, tmp_path):
     close(clone(x), model(x))
 
 
+@pytest.mark.support("Saving", "clones and wrappers")
 @every_layer
 def test_sequential_and_time_distributed(cls):
     x = normal(2, 3, 5, 4, 6)

@@ -103,6 +103,7 @@ def test_symbolic_and_real_outputs_agree(kwargs):
     close(layer(x), real[0])
 
 
+@pytest.mark.support("Masks", "padding is invisible", layers=["LAMA"])
 @every_variant
 def test_padding_is_invisible(kwargs):
     layer, x = build(**kwargs), sequence()
@@ -120,6 +121,7 @@ def test_padding_is_invisible(kwargs):
     assert np.isfinite(gradient).all() and (gradient[~mask] == 0).all()
 
 
+@pytest.mark.support("Masks", "attached masks", layers=["LAMA"])
 def test_attached_and_explicit_masks_combine():
     tokens = np.array([[5, 3, 8, 1, 2, 7, 0], [5, 3, 8, 1, 6, 0, 0]])
     x = keras.layers.Embedding(9, 13, mask_zero=True)(tokens)
@@ -135,6 +137,7 @@ def test_attached_and_explicit_masks_combine():
     close(layer(x, context), expected)
 
 
+@pytest.mark.support("Masks", "empty rows", layers=["LAMA"])
 @every_variant
 def test_an_empty_sequence_gives_zeros_and_trains(kwargs):
     inputs = keras.Input((11, 13)), keras.Input((11,), dtype="bool")
@@ -216,6 +219,7 @@ def test_orthogonality_penalty_is_a_loss():
     assert plain.losses == []
 
 
+@pytest.mark.support("Saving", "`.keras`, `.weights.h5`", layers=["LAMA"])
 @every_variant
 def test_configuration_and_saving(kwargs, tmp_path):
     layer = build(
@@ -252,6 +256,7 @@ def test_a_model_with_a_given_context_is_saved(tmp_path):
     close(loaded(x), model(x))
 
 
+@pytest.mark.support("Compilation", "compiled = eager", layers=["LAMA"])
 @every_variant
 def test_compiled_equals_eager(kwargs):
     layer, x = build(**kwargs), ops.convert_to_tensor(sequence())

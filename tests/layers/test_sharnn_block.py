@@ -123,6 +123,7 @@ def stream(block, x, cuts, mask=None, state=None):
     return np.concatenate(outputs, axis=1), to_numpy(state)
 
 
+@pytest.mark.support("Sequences", "streaming", layers=["SHARNNBlock"])
 def test_every_cut_gives_the_numbers_of_one_pass():
     x = random(2, 8, 6)
     block = make_block()
@@ -174,6 +175,7 @@ def test_memory_may_be_empty_or_of_another_length():
     np.testing.assert_allclose(long, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.support("Masks", "padding is invisible", layers=["SHARNNBlock"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_padding_enters_neither_memory_nor_state(residual):
     block = make_block(residual=residual)
@@ -213,6 +215,7 @@ def test_padding_of_single_steps():
         np.testing.assert_array_equal(after[name][1], before[name][1])
 
 
+@pytest.mark.support("Masks", "padding has no gradient", layers=["SHARNNBlock"])
 def test_gradients_with_padding_are_finite_and_blind_to_it():
     block = make_block()
     x = random(2, 5, 6)
@@ -246,6 +249,7 @@ def test_gradients_stop_at_the_border_of_a_segment():
     assert np.abs(into_second).min() > 0
 
 
+@pytest.mark.support("Sequences", "causal", layers=["SHARNNBlock"])
 def test_no_position_sees_the_future():
     block = make_block()
     x = random(2, 5, 6)
@@ -320,6 +324,7 @@ def test_state_is_float32_in_half_precision():
     )
 
 
+@pytest.mark.support("Sequences", "any length", layers=["SHARNNBlock"])
 def test_functional_model_with_free_lengths():
     inputs = keras.Input((None, 6))
     block = layers.SHARNNBlock(12)
@@ -332,6 +337,7 @@ def test_functional_model_with_free_lengths():
         assert tuple(scores.shape) == (2, 1, length, length)
 
 
+@pytest.mark.support("Masks", "attached masks", layers=["SHARNNBlock"])
 def test_implicit_masks_are_honoured():
     block = make_block()
     x = random(2, 5, 6)

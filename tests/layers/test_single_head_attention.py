@@ -10,7 +10,7 @@ from tests.backend import run
 from tests.backend import to_numpy
 from tests.backend import weight_gradients
 from tests.golden.sharnn import load_weights
-from tests.golden.sharnn import named_weights
+from tests.golden.sharnn import named_gradients
 
 FILES = ["sharnn_attention", "sharnn_attention_kvr_heads"]
 
@@ -69,7 +69,7 @@ def test_golden_gradients(name):
     expected = [
         batch_first(arrays[f"grad.{x}"]) for x in ("query", "value", "key")
     ]
-    pairs = named_weights(layer, arrays, "grad.weight.")
+    pairs = named_gradients(layer, arrays, "grad.weight.")
     assert len(pairs) == len(layer.trainable_weights)
     actual = gradients(loss, *inputs) + weight_gradients(
         lambda: loss(*(ops.convert_to_tensor(x) for x in inputs)),
@@ -152,6 +152,7 @@ def test_value_gate_multiplies_the_output(gate):
     )
 
 
+@pytest.mark.support("Sequences", "causal", layers=["SingleHeadAttention"])
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_memory_is_seen_by_all_and_the_future_by_none(num_heads):
     x, memory = random(2, 5, 6), random(2, 4, 6, seed=1)
@@ -178,6 +179,9 @@ def test_memory_is_seen_by_all_and_the_future_by_none(num_heads):
     np.testing.assert_array_equal(run(call, x, memory, mask)[0], output)
 
 
+@pytest.mark.support(
+    "Masks", "padding is invisible", layers=["SingleHeadAttention"]
+)
 def test_padding_is_invisible_wherever_it_is():
     x = random(2, 5, 6)
     layer = trained_layer()
@@ -189,6 +193,7 @@ def test_padding_is_invisible_wherever_it_is():
     np.testing.assert_array_equal(padded[:, [0, 4]], 0)
 
 
+@pytest.mark.support("Masks", "empty rows", layers=["SingleHeadAttention"])
 def test_query_without_keys_gets_zeros_and_finite_gradients():
     x = random(2, 5, 6)
     layer = trained_layer()
@@ -214,6 +219,7 @@ def test_masked_queries_attend_to_nothing():
     assert (scores[:, :, 1].sum(axis=-1) > 0.99).all()
 
 
+@pytest.mark.support("Masks", "attached masks", layers=["SingleHeadAttention"])
 def test_masks_are_read_and_combined():
     x = random(2, 5, 6)
     layer = trained_layer()
@@ -241,6 +247,52 @@ def test_dropout_acts_in_training_alone():
         assert np.abs(difference).max() > 1e-2, rate
 
 
+@pytest.mark.parametrize("projects", [False, True])
+def test_streaming_equals_one_causal_pass(projects):
+    layer = trained_layer(
+        num_heads=2, use_key_projection=projects, output_mixing=projects
+    )
+    x, length = random(2, 5, 6), 5
+    mask = np.array([[True, True, False, True, True], [True] * 4 + [False]])
+
+    def step(x, mask, state):
+        return layer(x, mask=mask, return_attention_scores=True, state=state)
+
+    expected, scores = run(
+        lambda x, mask: layer(
+            x, mask=mask, return_attention_scores=True, use_causal_mask=True
+        ),
+        x,
+        mask,
+    )
+    state = layer.initial_state(2, max_length=length)
+    assert ("key" in state) == projects
+    outputs, weights = [], []
+    for chunk in (slice(0, 3), slice(3, 4), slice(4, length)):
+        output, part, state = run(step, x[:, chunk], mask[:, chunk], state)
+        outputs.append(output)
+        weights.append(part)
+    np.testing.assert_allclose(
+        np.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        np.concatenate(weights, axis=2), scores, rtol=1e-4, atol=1e-5
+    )
+    symbols = keras.tree.map_structure(
+        lambda x: keras.KerasTensor(x.shape, x.dtype), state
+    )
+    spec = layer(
+        keras.KerasTensor((2, 1, x.shape[2])),
+        return_attention_scores=True,
+        state=symbols,
+    )
+    assert spec[1].shape == (2, 2, 1, length)
+    with pytest.raises(ValueError, match="`memory` with `state`"):
+        layer(x, memory=x, state=state)
+    with pytest.raises(ValueError, match="as many keys as queries"):
+        layer(x, x[:, :2], state=state)
+
+
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_stays_close(dtype):
     x = random(2, 5, 6)
@@ -250,6 +302,7 @@ def test_half_precision_stays_close(dtype):
     np.testing.assert_allclose(output, expected, atol=0.03, rtol=0.03)
 
 
+@pytest.mark.support("Sequences", "any length", layers=["SingleHeadAttention"])
 def test_functional_model_with_scores_and_free_lengths():
     inputs = keras.Input((None, 6))
     memory = keras.Input((None, 6))

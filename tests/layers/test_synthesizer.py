@@ -54,8 +54,13 @@ PATHS = {
     "left/bias": "b_A",
     "right/kernel": "W_B",
     "right/bias": "b_B",
+    "query_left/kernel": "W_A",
+    "query_left/bias": "b_A",
+    "query_right/kernel": "W_B",
+    "query_right/bias": "b_B",
     "mixture_logits": "mix_logits",
 }
+QUERY = ("query_left/", "query_right/")
 
 
 def from_definitions(data):
@@ -84,11 +89,14 @@ def from_definitions(data):
         arguments["factors"] = sizes
     if "R1" in data:
         arguments["rank"] = data["R1"].shape[-1]
-    return arguments, {
+    # the factors may be of the query itself
+    absent = ("left/", "right/") if arguments.get("hidden_dim") == 0 else QUERY
+    values = {
         path: data[name]
         for path, name in PATHS.items()
-        if data.get(name) is not None
+        if data.get(name) is not None and not path.startswith(absent)
     }
+    return arguments, values
 
 
 def from_mesh_tensorflow(data):

@@ -9,7 +9,7 @@ from tests.backend import run
 from tests.backend import to_numpy
 from tests.backend import weight_gradients
 from tests.golden.sharnn import load_weights
-from tests.golden.sharnn import named_weights
+from tests.golden.sharnn import named_gradients
 
 FILES = ["sharnn_lm_segments", "sharnn_lm_untied_two_segments"]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -90,7 +90,7 @@ def test_golden_segments(name):
 @pytest.mark.parametrize("name", FILES)
 def test_golden_gradients(name):
     model, segments, arrays = golden_case(name)
-    pairs = named_weights(model, arrays, "grad.weight.")
+    pairs = named_gradients(model, arrays, "grad.weight.")
     assert len(pairs) >= 10
     total = sum(segment["input.tokens"].size for segment in segments)
 

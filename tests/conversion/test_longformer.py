@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import keras_attn
+from keras_attn.conversion import longformer_model_weights
 from keras_attn.conversion import longformer_weights
 from tests.backend import run
 from tests.backend import to_numpy
@@ -130,3 +131,127 @@ def test_a_layer_of_a_whole_model():
         longformer_weights(state_dict, HEADS, "no.such.")
     with pytest.raises(ValueError, match="num_heads=5"):
         longformer_weights(state_dict, 5, prefix)
+
+
+def whole(cls=modeling.LongformerModel, **options):
+    """A whole model with random weights."""
+    torch.manual_seed(1)
+    config = modeling.LongformerConfig(
+        vocab_size=23,
+        hidden_size=FEATURES,
+        num_attention_heads=HEADS,
+        num_hidden_layers=2,
+        intermediate_size=7,
+        max_position_embeddings=42,
+        type_vocab_size=2,
+        attention_window=[4, 8],
+        **options,
+    )
+    theirs = cls(config).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return theirs
+
+
+def transformer(**options):
+    def attention(depth):
+        return keras_attn.LongformerAttention(
+            HEADS, FEATURES // HEADS, 4 * 2**depth, max_global_tokens=4
+        )
+
+    options = {
+        "vocabulary_size": 23,
+        "hidden_dim": FEATURES,
+        "num_layers": 2,
+        "attention": attention,
+        "intermediate_dim": 7,
+        "max_length": 40,
+        "num_token_types": 2,
+        "embedding_norm": True,
+        "norm": "post",
+        "norm_epsilon": 1e-12,
+        **options,
+    }
+    return keras_attn.models.Transformer(**options)
+
+
+def texts(length):
+    """Tokens, padding at the end, global tokens, and types."""
+    rng = np.random.default_rng(0)
+    padding = np.arange(length) < [[length], [length - 6], [length // 2]]
+    tokens = rng.integers(2, 23, size=(3, length))
+    return {
+        "token_ids": np.where(padding, tokens, 1),  # 1 is that of padding
+        "padding_mask": padding,
+        "global_mask": np.isin(np.arange(length), [0, 5]) & padding,
+        "token_types": (np.arange(length) > 8) * np.ones((3, 1), int),
+    }
+
+
+def call_whole(theirs, inputs):
+    tensors = {k: torch.from_numpy(x) for k, x in inputs.items()}
+    with torch.no_grad():
+        return theirs(
+            tensors["token_ids"],
+            attention_mask=tensors["padding_mask"].long(),
+            global_attention_mask=tensors["global_mask"].long(),
+            token_type_ids=tensors["token_types"],
+        )
+
+
+@pytest.mark.parametrize("length", [37, 16])
+def test_a_whole_model_equals_hugging_face(length):
+    theirs, ours = whole(), transformer()
+    ours.set_weights(longformer_model_weights(theirs.state_dict(), ours))
+    inputs = texts(length)
+    real = inputs["padding_mask"]
+    expected = call_whole(theirs, inputs).last_hidden_state.numpy()
+    actual = run(lambda x: ours(x), inputs)
+    np.testing.assert_allclose(actual[real], expected[real], rtol=0, atol=1e-4)
+
+
+def test_a_classifier_equals_hugging_face():
+    theirs = whole(modeling.LongformerForSequenceClassification, num_labels=5)
+    ours = transformer(head="classes", num_classes=5)
+    state_dict = theirs.state_dict()
+    ours.set_weights(
+        longformer_model_weights(state_dict, ours, prefix="longformer.")
+    )
+    inputs = texts(16)
+    expected = call_whole(theirs, inputs).logits.numpy()
+    actual = run(lambda x: ours(x), inputs)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)
+    # without that head, the pooler of the model
+    state_dict = whole().state_dict()
+    before = to_numpy(ours.classifier.kernel.value)
+    ours.set_weights(longformer_model_weights(state_dict, ours))
+    np.testing.assert_array_equal(
+        to_numpy(ours.pooler.kernel.value), state_dict["pooler.dense.weight"].T
+    )
+    np.testing.assert_array_equal(
+        to_numpy(ours.classifier.kernel.value), before
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": "pre"}, "`norm='post'`.*norm='pre'"),
+        ({"embedding_norm": False}, "`embedding_norm=True`"),
+        ({"head": "tokens"}, "masked language model"),
+        ({"num_layers": 1}, "finds 2 layers.*`num_layers=1`"),
+        ({"num_token_types": 0}, "each token_type, which `model` has not"),
+        ({"positions": None}, "each position, which `model` has not"),
+        ({"max_length": 42}, r"shape \(40, 12\) .*shape \(42, 12\)"),
+        ({"attention": [None, None]}, "`LongformerAttention`.*None in"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(options, message):
+    state_dict = whole().state_dict()
+    with pytest.raises(ValueError, match=message):
+        longformer_model_weights(state_dict, transformer(**options))
+
+
+def test_a_model_of_another_class_is_refused():
+    with pytest.raises(ValueError, match="`Transformer` for argument `model`"):
+        longformer_model_weights({}, keras_attn.Boom(8))
