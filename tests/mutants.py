@@ -161,8 +161,8 @@ MUTANTS = [
     ),
     (
         "layers/feature_map_attention.py",
-        "return cls(*args, **kwargs, dtype=self.variable_dtype)",
-        "return cls(*args, **kwargs, dtype=self.dtype_policy)",
+        "            policy = self.variable_dtype\n",
+        "            policy = self.dtype_policy\n",
         BASE,
     ),
     (
@@ -304,8 +304,8 @@ MUTANTS = [
     ),
     (
         "layers/attention_layer.py",
-        "            key_mask=key_mask,\n            attached_mask",
-        "            attached_mask",
+        "            key_mask=key_mask,\n            attention_mask=self",
+        "            attention_mask=self",
         BASE,
     ),
     (
