@@ -23,7 +23,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent
-SIZES = {"hidden": 128, "layers": 4, "heads": 8, "length": 512, "steps": 20}
+SIZES = {"hidden": 64, "layers": 2, "heads": 4, "length": 256, "steps": 10}
 QUICK_SIZES = {"hidden": 16, "layers": 2, "heads": 4, "length": 64, "steps": 4}
 BATCH = 8
 LONG = 16  # how many texts one long sequence replaces

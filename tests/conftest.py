@@ -18,6 +18,13 @@ if keras.backend.backend() == "jax":
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     # of which all tests but those of distribution use the first
     jax.config.update("jax_num_cpu_devices", 8)
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +34,7 @@ def fresh_state():
 
 
 @pytest.fixture
-def unsupported(record_property):
+def unsupported(request):
     """Asserts that something still fails, for a reason that the docs give.
 
     `docs/support.md` prints the reason. Once what fails is mended, the test
@@ -36,7 +43,7 @@ def unsupported(record_property):
 
     @contextlib.contextmanager
     def expect_failure(reason, error=Exception, match=None):
-        record_property("unsupported", reason)
+        request.node.user_properties.append(("unsupported", reason))
         with pytest.raises(error, match=match):
             yield
 

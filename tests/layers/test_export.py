@@ -160,7 +160,48 @@ LOOP = (
     "The loop of `keras.layers.LSTM` on TensorFlow has no counterpart in this "
     "format."
 )
+ONE_POSITION = (
+    "Fixed lengths only: for others, Keras on PyTorch traces a sequence of one "
+    "position, with an exporter of PyTorch that follows one path."
+)
+RAVEL = (
+    "`keras.ops.take` on PyTorch needs `ravel`, which OpenVINO does not know."
+)
 LIMITS = {
+    ("torch", "tf_saved_model"): {
+        "every layer": Limit(
+            "Keras passes PyTorch sizes in a structure that PyTorch 2.13 "
+            "refuses, for any model.",
+            "Detected mismatch between the structure",
+            fixed=False,
+        ),
+    },
+    ("torch", "onnx"): {
+        "LongformerAttention": Limit(ONE_POSITION, "take_along_dim"),
+        "SlidingWindowAttention": Limit(ONE_POSITION, "Concat"),
+        "StridedSparseAttention": Limit(ONE_POSITION, "aten::ravel"),
+        "FixedSparseAttention": Limit(ONE_POSITION, "aten::ravel"),
+        "LSHAttention": Limit(ONE_POSITION, "Sort"),
+        "Synthesizer": Limit(ONE_POSITION, "Not equal"),
+        "TopKAttention": Limit(ONE_POSITION, "Not equal"),
+        "LinformerAttention": Limit(ONE_POSITION, "aten::ravel"),
+        "SingleHeadAttention": Limit(ONE_POSITION, "Gather"),
+        "SHARNNBlock": Limit(ONE_POSITION, "Gather"),
+        "LAMA": Limit(ONE_POSITION, "Not equal"),
+    },
+    ("torch", "openvino"): {
+        "StridedSparseAttention": Limit(RAVEL, "aten::ravel", fixed=False),
+        "FixedSparseAttention": Limit(RAVEL, "aten::ravel", fixed=False),
+        "LinformerAttention": Limit(RAVEL, "aten::ravel", fixed=False),
+        "SHARNNBlock": Limit(
+            "Fixed lengths only: `keras.layers.LSTM` on PyTorch is a loop that "
+            "tracing unrolls.",
+            "Not equal|mismatch",
+        ),
+    },
+    ("torch", "litert"): {
+        "every layer": Limit("Fixed lengths only, says Keras of PyTorch.", "."),
+    },
     ("tensorflow", "onnx"): {
         "LSHAttention": Limit(ARGMAX, "INVALID_GRAPH", fixed=False)
     },
