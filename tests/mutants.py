@@ -1052,13 +1052,13 @@ MUTANTS = [
         "models/generation.py",
         'step < inputs["given_length"],',
         "False,",
-        "models/test_generation.py",
+        "models/test_transformer.py -k full_evaluation",
     ),
     (
         "models/generation.py",
         "return read, state",
         "return 0, state",
-        "models/test_generation.py",
+        "models/test_transformer.py -k half_precision",
     ),
 ]
 

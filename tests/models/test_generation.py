@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
+from keras import ops
 
 from keras_attn import models
 from keras_attn.models.generation import sample
+from tests.backend import quick
 from tests.backend import run
 from tests.backend import to_numpy
 
@@ -25,18 +27,37 @@ def model():
 
 
 @pytest.mark.parametrize("prompt_length", [1, 70])
-def test_greedy_text_is_that_of_full_evaluation(model, prompt_length):
+def test_text_is_that_of_full_evaluation(model, prompt_length):
     prompt = np.random.default_rng(0).integers(11, size=(2, prompt_length))
+    evaluate = quick(lambda x: model(x))
+
+    def logits_of(text):
+        logits = evaluate(ops.convert_to_tensor(text[:, :-1].astype("int32")))
+        return to_numpy(logits)[:, prompt_length - 1 :]
+
     text = model.generate(prompt, 40, temperature=0)
     assert text.shape == (2, prompt_length + 40)
     np.testing.assert_array_equal(text[:, :prompt_length], prompt)
-    logits = run(model, text[:, :-1].astype("int32"))
     np.testing.assert_array_equal(
-        logits.argmax(axis=-1)[:, prompt_length - 1 :],
-        text[:, prompt_length:],
+        logits_of(text).argmax(axis=-1), text[:, prompt_length:]
     )
     alone = model.generate(prompt[1].tolist(), 40, temperature=0)
     np.testing.assert_array_equal(alone, text[1])
+
+    # greedy texts are monotonous, and would look the same with another past
+    text = model.generate(prompt, 40, temperature=8.0, seed=0)
+    new = text[:, prompt_length:]
+    assert len(np.unique(new)) > 5
+    draws = np.random.default_rng(0).random((40, 2), dtype="float32")
+    expected = run(
+        sample,
+        logits_of(text).reshape(-1, 11),
+        draws.T.reshape(-1),
+        np.float32(8.0),
+        np.int32(11),
+        np.float32(1.0),
+    )
+    np.testing.assert_array_equal(new, expected.reshape(2, 40))
 
 
 def test_seeds_and_streaming(model):

@@ -105,7 +105,7 @@ def test_padding_is_invisible(options):
     model = make_model(**options)
     x = tokens(2, 7)
     mask = np.arange(7) < [[7], [5]]
-    changed = np.where(mask, x, -1)  # not even a token
+    changed = np.where(mask, x, 999)  # not even a token
     output = run(lambda x, m: model(x, padding_mask=m), changed, mask)
     alone = run(model, x[1:, :5])
     if options:
@@ -248,12 +248,18 @@ def test_greedy_text_is_that_of_full_evaluation():
     attention = streaming_layers()
     assert len(attention) == 11
     model = language_model(attention=attention, num_layers=11, max_length=64)
+    evaluate = quick(lambda x: model(x))
+    # no token is the likeliest everywhere, or texts were monotonous
+    mean = to_numpy(evaluate(tokens(2, 14, seed=9))).mean(axis=(0, 1))
+    model.output_bias.assign(to_numpy(model.output_bias.value) - mean)
     prompt = tokens(2, 3)
     text = model.generate(prompt, 12, temperature=0)
     np.testing.assert_array_equal(text[:, :3], prompt)
-    logits = run(model, text[:, :-1].astype("int32"))
+    logits = to_numpy(evaluate(text[:, :-1].astype("int32")))
+    if keras.backend.backend() == "jax":  # compiled with the bias before
+        logits = logits - mean
     np.testing.assert_array_equal(logits.argmax(axis=-1)[:, 2:], text[:, 3:])
-    assert len(np.unique(text)) > 2  # it does not say the same all the time
+    assert len(np.unique(text[:, 3:])) > 2
 
 
 def test_learned_positions_end():
@@ -283,7 +289,7 @@ def test_learned_positions_end():
 def test_half_precision_and_symbolic_outputs():
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        model = language_model(num_layers=1)
+        model = language_model(num_layers=1, max_length=70)
         others = [
             make_model(num_layers=1),
             make_model(num_layers=1, head="classes", num_classes=3),
@@ -302,13 +308,15 @@ def test_half_precision_and_symbolic_outputs():
         results,
         model(symbol, state=state),
     )
-    close(results[0], run(language_model(num_layers=1), x), rtol=0.2, atol=0.2)
+    plain = language_model(num_layers=1, max_length=70)
+    close(results[0], run(plain, x), rtol=0.2, atol=0.2)
     specs = [candidate(symbol) for candidate in others]
     assert [(s.shape, s.dtype) for s in specs] == [
         ((2, 5, 6), "bfloat16"),
         ((2, 3), "float32"),
     ]
-    assert len(model.generate([1, 2], 3)) == 5
+    # a prompt that is read in pieces, up to the last position there is
+    assert model.generate(tokens(1, 66), 4).shape == (1, 70)
 
 
 def test_saved_model_is_the_same_model(tmp_path):
