@@ -303,7 +303,7 @@ LIMITS = {
         "SHARNNBlock": Limit(ARANGE, "arange", fixed=False),
         "LinformerAttention": Limit(f"Fixed lengths only: {ARANGE}", "arange"),
         "SlidingWindowAttention": Limit(
-            "Fixed lengths only: jax2onnx takes symbolic lengths that are equal "
+            "Fixed lengths only: jax2onnx takes equal symbolic lengths "
             "for different ones.",
             "non-concatenated dimensions",
         ),
