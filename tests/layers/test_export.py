@@ -303,8 +303,8 @@ LIMITS = {
         "SHARNNBlock": Limit(ARANGE, "arange", fixed=False),
         "LinformerAttention": Limit(f"Fixed lengths only: {ARANGE}", "arange"),
         "SlidingWindowAttention": Limit(
-            "Fixed lengths only: jax2onnx takes symbolic lengths that are "
-            "equal for different ones.",
+            "Fixed lengths only: jax2onnx takes equal symbolic lengths "
+            "for different ones.",
             "non-concatenated dimensions",
         ),
         "Synthesizer": Limit(
