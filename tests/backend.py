@@ -27,6 +27,14 @@ def quick(fn):
     return fn
 
 
+def few(cases):
+    """All cases on PyTorch, and the first elsewhere, which compiles long.
+
+    For what does not depend on the backend.
+    """
+    return cases if keras.backend.backend() == "torch" else cases[:1]
+
+
 def compiled(fn):
     """`fn` under XLA on TensorFlow and JAX, and as it is on PyTorch."""
     if keras.backend.backend() == "jax":

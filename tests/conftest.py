@@ -34,7 +34,7 @@ def fresh_state():
 
 
 @pytest.fixture
-def unsupported(record_property):
+def unsupported(request):
     """Asserts that something still fails, for a reason that the docs give.
 
     `docs/support.md` prints the reason. Once what fails is mended, the test
@@ -43,7 +43,7 @@ def unsupported(record_property):
 
     @contextlib.contextmanager
     def expect_failure(reason, error=Exception, match=None):
-        record_property("unsupported", reason)
+        request.node.user_properties.append(("unsupported", reason))
         with pytest.raises(error, match=match):
             yield
 

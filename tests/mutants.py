@@ -161,8 +161,8 @@ MUTANTS = [
     ),
     (
         "layers/feature_map_attention.py",
-        "return cls(*args, **kwargs, dtype=self.variable_dtype)",
-        "return cls(*args, **kwargs, dtype=self.dtype_policy)",
+        "            policy = self.variable_dtype\n",
+        "            policy = self.dtype_policy\n",
         BASE,
     ),
     (
@@ -193,8 +193,8 @@ MUTANTS = [
     ),
     (
         "ops/dot_product.py",
-        "dropout is None\n        and not",
-        "True\n        and not",
+        "if dropout is None and not return_attention_scores:",
+        "if not return_attention_scores:",
         "ops/test_dot_product.py",
     ),
     (
@@ -211,9 +211,52 @@ MUTANTS = [
     ),
     (
         "ops/dot_product.py",
-        'keras.backend.standardize_dtype(query.dtype) != "float64"',
-        "True",
+        'if dtype == "float64":',
+        "if False:",
         "ops/test_dot_product.py",
+    ),
+    # blocks of queries
+    (
+        "ops/query_blocks.py",
+        'x["rows"] >= columns',
+        'x["rows"] > columns',
+        "ops/test_query_blocks.py",
+    ),
+    (
+        "ops/query_blocks.py",
+        "rows[begin:end]",
+        "rows[: end - begin]",
+        "ops/test_query_blocks.py",
+    ),
+    (
+        "ops/query_blocks.py",
+        "padding_mask is None else padding_mask[:, :end]",
+        "True else padding_mask[:, :end]",
+        "ops/test_query_blocks.py",
+    ),
+    (
+        "ops/query_blocks.py",
+        "mask[..., begin:end, :]",
+        "mask[..., : end - begin, :]",
+        "ops/test_query_blocks.py",
+    ),
+    (
+        "ops/query_blocks.py",
+        "attend = keras.remat(attend)",
+        "",
+        "ops/test_query_blocks.py",
+    ),
+    (
+        "ops/top_k.py",
+        "missing = max(top_k - length, 0)",
+        "missing = 0",
+        "ops/test_query_blocks.py",
+    ),
+    (
+        "ops/dot_product.py",
+        "if is_long(query, key):",
+        "if False:",
+        "ops/test_query_blocks.py",
     ),
     # the cache
     (
@@ -261,8 +304,8 @@ MUTANTS = [
     ),
     (
         "layers/attention_layer.py",
-        "            key_mask=key_mask,\n            attached_mask",
-        "            attached_mask",
+        "            key_mask=key_mask,\n            attention_mask=self",
+        "            attention_mask=self",
         BASE,
     ),
     (
@@ -609,7 +652,7 @@ MUTANTS = [
         "layers/attention_layer.py",
         "            attention_mask=self._masks_keys(attention_mask),\n",
         "",
-        "layers/test_behaviour.py -k keys_alone",
+        "layers/test_behaviour.py -k masks_of_keys",
     ),
     (
         "models/swap_attention.py",
@@ -741,14 +784,20 @@ MUTANTS = [
     ),
     (
         "ops/lsh.py",
-        "highest = ops.where(is_alone, _LOWEST, highest)",
+        "heads = ops.where(is_alone, own_value, heads)",
         "",
         "ops/test_lsh.py layers/test_lsh_attention.py",
     ),
     (
         "ops/lsh.py",
-        "visible = visible | (is_alone & (keys == queries))\n    scores",
-        "scores",
+        "total = ops.where(is_alone, share, total)",
+        "",
+        "ops/test_lsh.py layers/test_lsh_attention.py",
+    ),
+    (
+        "ops/lsh.py",
+        "ops.cast(exists, scores.dtype) + ops.zeros_like(total)",
+        "ops.ones_like(total)",
         "ops/test_lsh.py layers/test_lsh_attention.py",
     ),
     (
@@ -759,8 +808,8 @@ MUTANTS = [
     ),
     (
         "ops/lsh.py",
-        'labels = labels + ops.arange(num_rounds, dtype="int32")[:, None]',
-        "",
+        'labels + ops.arange(num_rounds, dtype="int32")[:, None]',
+        "labels",
         "ops/test_lsh.py layers/test_lsh_attention.py",
     ),
     (
@@ -783,8 +832,8 @@ MUTANTS = [
     ),
     (
         "ops/lsh.py",
-        "weights = weights if dropout is None else dropout(weights)",
-        "",
+        "weights = dropout(ops.cast(weights, value.dtype))",
+        "weights = ops.cast(weights, value.dtype)",
         "ops/test_lsh.py layers/test_lsh_attention.py",
     ),
     (
@@ -959,8 +1008,8 @@ MUTANTS = [
     ),
     (
         "models/transformer.py",
-        '"length": length + ops.shape(token_ids)[1],',
-        '"length": length + 1,',
+        "length = length + ops.shape(token_ids)[1]",
+        "length = length + 1",
         "models/test_transformer.py",
     ),
     (

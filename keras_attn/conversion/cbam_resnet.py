@@ -36,11 +36,11 @@ def cbam_resnet_weights(state_dict, model, prefix=""):
     import keras_attn
     from keras_attn.conversion import cbam_resnet_weights
 
-    model = keras_attn.models.CBAMResNet(depth=50)
 
-
-    def convert(state_dict):  # torch.load("RESNET50_CBAM.pth")["state_dict"]
+    def convert(state_dict):  # such as torch.load(path)["state_dict"]
+        model = keras_attn.models.CBAMResNet(depth=50)
         model.set_weights(cbam_resnet_weights(state_dict, model, "module."))
+        return model
     ```
     """
     weights = StateDict("cbam_resnet_weights", state_dict, prefix)

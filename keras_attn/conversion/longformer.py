@@ -100,23 +100,11 @@ def longformer_model_weights(state_dict, model, pad_token_id=1, prefix=""):
     import keras_attn
     from keras_attn.conversion import longformer_model_weights
 
-    model = keras_attn.models.Transformer(
-        vocabulary_size=100,
-        hidden_dim=8,
-        num_layers=2,
-        attention=lambda depth: keras_attn.LongformerAttention(
-            num_heads=2, key_dim=4, window_size=16, max_global_tokens=4
-        ),
-        max_length=64,
-        norm="post",
-        norm_epsilon=1e-12,
-        num_token_types=1,
-        embedding_norm=True,
-    )
 
-
-    def convert(state_dict):  # `transformers.LongformerModel(...).state_dict()`
+    def convert(state_dict):  # such as `model.state_dict()`
+        model = keras_attn.models.Transformer.from_preset("longformer_base")
         model.set_weights(longformer_model_weights(state_dict, model))
+        return model
     ```
     """
     owner = "longformer_model_weights"

@@ -86,8 +86,9 @@ class SingleHeadAttention(keras.layers.Layer):
 
     Returns:
         Tensor of shape `(B, T, F)`. With `return_attention_scores`, also the
-        weights, of shape `(B, num_heads, T, M + S)`, or with `state` `(B,
-        num_heads, T, max_length)`. With `state`, the new state comes last.
+        weights, of shape `(B, num_heads, T, M + S)`, or with `state`
+        `(B, num_heads, T, max_length)`. With `state`, the new state comes
+        last.
 
     Example:
 

@@ -4,6 +4,8 @@ import re
 
 import keras
 
+from keras_attn.utils import sublayers
+
 # the layers of Keras that take an adapter
 ADAPTABLE = (
     keras.layers.Dense,
@@ -12,20 +14,6 @@ ADAPTABLE = (
     keras.layers.Conv2D,
     keras.layers.Conv3D,
 )
-
-
-def sublayers(layer):
-    """All layers inside a layer, each once, in the order of attributes."""
-    found = {}
-    for name in dir(layer):
-        # properties and methods belong to the class, and may not be touched
-        if name.startswith("_") or hasattr(type(layer), name):
-            continue
-        value = getattr(layer, name)
-        if isinstance(value, keras.layers.Layer) and id(value) not in found:
-            found[id(value)] = value
-            found.update({id(inner): inner for inner in sublayers(value)})
-    return list(found.values())
 
 
 def enable_lora(

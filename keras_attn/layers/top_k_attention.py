@@ -21,8 +21,9 @@ class TopKAttention(AttentionLayer):
     [Explicit Sparse Transformer](https://arxiv.org/abs/1912.11637) (Zhao et
     al., 2019, section 2). Each query keeps its `top_k` highest scores, and
     attends to nothing else. That concentrates attention, it does not save any
-    of its cost: time and memory still grow as `T * S`, and the choice takes
-    time of its own.
+    of its time, which still grows as `T * S`, and the choice takes time of its
+    own. Memory grows as `T + S` unless dropout is active or scores are asked
+    for.
 
     Query and value may be of any lengths, and differ in them. Queries that may
     attend to `top_k` keys or fewer attend to all of them, as in

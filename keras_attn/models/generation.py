@@ -42,7 +42,6 @@ class Generator:
         `make_state(batch_size, length)` returns the state from which texts of
         a length start.
         """
-        vocabulary_size = self.model.vocabulary_size
         if isinstance(prompt, str):
             return self._continue_text(
                 prompt,
@@ -68,37 +67,46 @@ class Generator:
         # the rest of the prompt is read by the loop that writes, token by
         # token, so that every program has one shape
         token, given = tokens[:, read], tokens[:, read + 1 :]
+        options = self._sampling(temperature, top_k, top_p)
         random = np.random.default_rng(seed)
         pieces, missing = [tokens], max_new_tokens
         while missing > 0:
             now, given = np.split(given, [_TOKENS_PER_CALL], axis=1)
-            steps = min(now.shape[1] + missing, _TOKENS_PER_CALL)
+            start = now.shape[1]  # of what is new
+            steps = min(start + missing, _TOKENS_PER_CALL)
             draws = np.zeros((_TOKENS_PER_CALL, batch_size), dtype="float32")
-            draws[now.shape[1] : steps] = random.random(
-                (steps - now.shape[1], batch_size), dtype="float32"
+            draws[start:steps] = random.random(
+                (steps - start, batch_size), dtype="float32"
             )
-            room = _TOKENS_PER_CALL - now.shape[1]
             new, state = self._write(
                 {
                     "token_ids": token,
-                    "given": np.pad(now, [(0, 0), (0, room)]),
-                    "given_length": np.int32(now.shape[1]),
+                    "given": np.pad(
+                        now, [(0, 0), (0, _TOKENS_PER_CALL - start)]
+                    ),
+                    "given_length": np.int32(start),
+                    "steps": np.int32(steps),
                     "state": state,
                     "random": draws,
-                    "steps": np.int32(steps),
-                    "temperature": np.float32(temperature or 1.0),
-                    "top_k": np.int32(
-                        (top_k or vocabulary_size) if temperature else 1
-                    ),
-                    "top_p": np.float32(1.0 if top_p is None else top_p),
+                    **options,
                 }
             )
-            token, new = new[:, steps - 1], new[:, now.shape[1] : steps]
+            token, new = new[:, steps - 1], new[:, start:steps]
             emit(new)
             pieces.append(new)
             missing -= new.shape[1]
         tokens = np.concatenate(pieces, axis=1)
         return tokens if prompt.ndim == 2 else tokens[0]
+
+    def _sampling(self, temperature, top_k, top_p):
+        """The arguments of `sample()`, all of them numbers."""
+        if top_k is None:
+            top_k = self.model.vocabulary_size
+        return {
+            "temperature": np.float32(temperature or 1.0),
+            "top_k": np.int32(top_k if temperature else 1),
+            "top_p": np.float32(1.0 if top_p is None else top_p),
+        }
 
     def _continue_text(
         self, prompt, max_new_tokens, make_state, stream, **arguments

@@ -414,37 +414,58 @@ class Transformer(keras.Model):
         x = self.embedding_dropout_layer(x, training=training)
         if self.length_projection is not None:
             options["length_projection"] = self.length_projection(x)
-        all_scores, new_state = [], []
-        for index, block in enumerate(self.blocks):
-            attends = return_attention_scores and block.attention is not None
-            results = block(
-                x,
-                mask=padding_mask,
-                use_causal_mask=self.causal and state is None,
-                state=None if state is None else state["blocks"][index],
-                return_attention_scores=attends,
-                training=training,
-                **_options_of(block.attention, options),
-            )
-            results = results if isinstance(results, tuple) else (results,)
-            x, *extras = results
-            if state is not None:
-                new_state.append(extras.pop())
-            all_scores += extras
+        x, scores, states = self._through_blocks(
+            x,
+            state,
+            return_attention_scores,
+            options,
+            mask=padding_mask,
+            training=training,
+        )
         if self.output_norm_layer is not None:
             x = self.output_norm_layer(x)
         outputs = [self._apply_head(x, padding_mask, training)]
         if return_attention_scores:
-            outputs.append(all_scores)
+            outputs.append(scores)
         if state is not None:
             length = ops.cast(state["length"], "int32")
-            outputs.append(
-                {
-                    "length": length + ops.shape(token_ids)[1],
-                    "blocks": new_state,
-                }
-            )
+            length = length + ops.shape(token_ids)[1]
+            outputs.append({"length": length, "blocks": states})
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _through_blocks(
+        self,
+        x,
+        state,
+        return_attention_scores,
+        options,
+        symbolic=False,
+        **kwargs,
+    ):
+        """Calls the blocks, or only asks them for what they would return.
+
+        Returns:
+            The features `(B, T, F)`, the scores of each block that attends,
+            and the new state of each block if there is a state.
+        """
+        all_scores, states = [], []
+        for index, block in enumerate(self.blocks):
+            call = block.compute_output_spec if symbolic else block
+            attends = return_attention_scores and block.attention is not None
+            results = call(
+                x,
+                use_causal_mask=self.causal and state is None,
+                state=None if state is None else state["blocks"][index],
+                return_attention_scores=attends,
+                **_options_of(block.attention, options),
+                **kwargs,
+            )
+            results = results if isinstance(results, tuple) else (results,)
+            x, *extras = results
+            if state is not None:
+                states.append(extras.pop())
+            all_scores += extras
+        return x, all_scores, states
 
     def _embed(self, token_ids, token_types, start):
         """Adds up tokens, positions from `start` on, and types of tokens."""
@@ -565,34 +586,23 @@ class Transformer(keras.Model):
                 self.length_projection.compute_output_shape(shape),
                 dtype=self.length_projection.compute_dtype,
             )
-        outputs = [
-            {
-                None: keras.KerasTensor(shape, dtype=self.compute_dtype),
-                "tokens": keras.KerasTensor(
-                    (batch_size, length, self.vocabulary_size)
-                ),
-                "classes": keras.KerasTensor((batch_size, self.num_classes)),
-            }[self.head]
-        ]
-        all_scores, new_state = [], []
-        for index, block in enumerate(self.blocks):
-            attends = return_attention_scores and block.attention is not None
-            spec = block.compute_output_spec(
-                keras.KerasTensor(shape, dtype=self.compute_dtype),
-                use_causal_mask=self.causal and state is None,
-                state=None if state is None else state["blocks"][index],
-                return_attention_scores=attends,
-                **_options_of(block.attention, options),
-            )
-            _, *extras = spec if isinstance(spec, tuple) else (spec,)
-            if state is not None:
-                new_state.append(extras.pop())
-            all_scores += extras
+        x, scores, states = self._through_blocks(
+            keras.KerasTensor(shape, dtype=self.compute_dtype),
+            state,
+            return_attention_scores,
+            options,
+            symbolic=True,
+        )
+        if self.head == "tokens":
+            x = keras.KerasTensor((batch_size, length, self.vocabulary_size))
+        if self.head == "classes":
+            x = keras.KerasTensor((batch_size, self.num_classes))
+        outputs = [x]
         if return_attention_scores:
-            outputs.append(all_scores)
+            outputs.append(scores)
         if state is not None:
-            spec = keras.KerasTensor((), dtype="int32")
-            outputs.append({"length": spec, "blocks": new_state})
+            length = keras.KerasTensor((), dtype="int32")
+            outputs.append({"length": length, "blocks": states})
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def generate(

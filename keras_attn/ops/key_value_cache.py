@@ -47,7 +47,7 @@ def update_key_value_cache(cache, padding_mask=None, **chunks):
         compiled code cannot raise, and fills the buffers with NaN instead.
     """
     length = cache["length"]
-    max_length = cache["padding_mask"].shape[1]
+    max_length = ops.shape(cache["padding_mask"])[1]
     chunk = next(iter(chunks.values()))
     chunk_length = ops.shape(chunk)[1]
     if padding_mask is None:
@@ -100,5 +100,6 @@ def key_value_cache_mask(cache, chunk_length):
         the cache.
     """
     rows = ops.arange(chunk_length, dtype="int32")[:, None]
-    columns = ops.arange(cache["padding_mask"].shape[1], dtype="int32")
+    max_length = ops.shape(cache["padding_mask"])[1]
+    columns = ops.arange(max_length, dtype="int32")
     return (columns <= cache["length"] - chunk_length + rows)[None]

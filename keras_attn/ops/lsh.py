@@ -14,6 +14,7 @@ AUTOMATIC_COLUMNS = 64
 _MOST_BITS = 20
 # the bucket of padding, behind all others
 _LAST_BUCKET = 2**24
+_NOWHERE = 2**30
 _LOWEST = -1e9
 
 
@@ -232,10 +233,12 @@ def lsh_attention(
     num_real = ops.sum(ops.cast(padding_mask, "int32"), axis=1)
     is_real = ops.arange(num_chunks * bucket_size) < num_real[:, None]
     queries = to_chunks(order)[..., None]
-    keys = to_chunks(ops.where(is_real[:, None, None], order, -1))
-    keys = look(keys, fill=-1)[..., None, :]
-    visible = keys < queries if use_causal_mask else keys != queries
-    visible = visible & (keys >= 0)
+    # what is not there comes after everything
+    keys = to_chunks(ops.where(is_real[:, None, None], order, _NOWHERE))
+    keys = look(keys, fill=_NOWHERE)[..., None, :]
+    visible = keys < queries
+    if not use_causal_mask:
+        visible = visible | ((keys > queries) & (keys < _NOWHERE))
     if one_bucket:
         labels = to_chunks(_label(buckets, order))
         visible = visible & (labels[..., None] == look(labels)[..., None, :])
@@ -261,8 +264,9 @@ def lsh_attention(
         count = count_visits(*_pair_up_chunks(visits, look))
         count = ops.cast(ops.maximum(count, 1), scores.dtype)
         scores = scores - ops.log(count)
+    exists = ops.reshape(is_real, (-1, 1, 1, num_chunks, bucket_size, 1))
     rounds = _attend_in_rounds(
-        scores, visible, keys == queries, look(value), dropout
+        scores, visible, look(value), value, exists, dropout
     )
     rounds = _unsort_rows(rounds, slots[..., :length])  # (B, T, N, R, V + 2)
     return ops.cast(_merge_rounds(rounds), value.dtype)
@@ -344,14 +348,17 @@ def _label(buckets, order):
     return labels + ops.arange(num_rounds, dtype="int32")[:, None]
 
 
-def _attend_in_rounds(scores, visible, is_self, value, dropout):
+def _attend_in_rounds(scores, visible, value, own_value, exists, dropout):
     """Attends in each round by itself.
 
     Args:
         scores: Tensor of shape `(B, N, R, C, W, K)`.
         visible: Boolean tensor of that shape, whether a query sees a key.
-        is_self: Boolean tensor of that shape, whether a key is the query.
         value: Tensor of shape `(B, N, R, C, K, V)`.
+        own_value: Tensor of shape `(B, N, R, C, W, V)`, what queries see that
+            see nothing else.
+        exists: Boolean tensor of shape `(B, 1, 1, C, W, 1)`, `False` for
+            padding, which does not even see that.
         dropout: Callable applied to the attention weights, or `None`.
 
     Returns:
@@ -359,19 +366,23 @@ def _attend_in_rounds(scores, visible, is_self, value, dropout):
         sum of the exponentials of its scores, and the highest of its scores,
         which has been subtracted from them.
     """
-    # a query sees itself if it sees nothing else, now here, then anywhere
-    is_alone = ops.logical_not(ops.any(visible, axis=-1, keepdims=True))
-    visible = visible | (is_alone & is_self)
+    dropout = (lambda weights: weights) if dropout is None else dropout
     scores = ops.where(visible, scores, _LOWEST)
     highest = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
-    weights = ops.where(visible, ops.exp(scores - highest), 0.0)
+    # to divide heads is cheaper than to divide weights, of which rows that see
+    # nothing have arbitrary ones
+    weights = ops.exp(scores - highest)
     total = ops.sum(weights, axis=-1, keepdims=True)
-    weights = ops.cast(weights / _nonzero(total), value.dtype)
-    weights = weights if dropout is None else dropout(weights)
+    weights = dropout(ops.cast(weights, value.dtype))
     heads = ops.einsum("bnrcqk,bnrckv->bnrcqv", weights, value)
-    highest = ops.where(is_alone, _LOWEST, highest)
-    rounds = [ops.cast(heads, scores.dtype), total, highest]
-    return ops.concatenate(rounds, axis=-1)
+    heads = ops.cast(heads, scores.dtype) / total
+    # if there is nothing else in any round, this share of it counts
+    is_alone = highest <= _LOWEST
+    share = ops.cast(exists, scores.dtype) + ops.zeros_like(total)
+    own_value = ops.cast(own_value, scores.dtype) * dropout(share)
+    heads = ops.where(is_alone, own_value, heads)
+    total = ops.where(is_alone, share, total)
+    return ops.concatenate([heads, total, highest], axis=-1)
 
 
 def _merge_rounds(rounds):

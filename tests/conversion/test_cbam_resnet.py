@@ -9,9 +9,8 @@ from keras_attn import layers
 from keras_attn.conversion import cbam_resnet_weights
 from keras_attn.models import CBAMResNet
 from tests import golden
+from tests.backend import few
 from tests.backend import run
-
-IS_TORCH = keras.backend.backend() == "torch"
 
 
 class ChannelGate(nn.Module):
@@ -120,7 +119,7 @@ def randomize(module):
     return module.eval()
 
 
-@pytest.mark.parametrize("name", golden.names("cbam_resnet_*"))
+@pytest.mark.parametrize("name", few(golden.names("cbam_resnet_*")))
 def test_the_original_here_is_that_of_the_authors(name):
     data = golden.load(name)
     x = torch.from_numpy(data["input.x"])
@@ -144,50 +143,69 @@ def test_the_original_here_is_that_of_the_authors(name):
     np.testing.assert_allclose(output, data["expected.out"], atol=2e-5)
 
 
-@pytest.mark.parametrize("depth", [50 if IS_TORCH else 18])
-def test_equals_the_original(depth):
-    """On PyTorch, the whole network; elsewhere, what does not compile long."""
-    lengths = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}[depth]
-    theirs = randomize(ResNet(lengths, depth == 50, classes=7))
-    state_dict = {f"module.{k}": x for k, x in theirs.state_dict().items()}
-    ours = CBAMResNet(
-        depth,
-        include_top=IS_TORCH,
-        classes=7,
-        classifier_activation=None,
-        data_format="channels_last",
-    )
-    ours.set_weights(cbam_resnet_weights(state_dict, ours, "module."))
-    last = ours.output
-    if not IS_TORCH:
-        last = ours.get_layer("layer2_0_relu").output
-        last = keras.ops.mean(last, axis=(1, 2))
-        theirs.layer3 = theirs.layer4 = theirs.fc = nn.Identity()
-        theirs.layer2 = theirs.layer2[0]
-    x = np.random.default_rng(0).normal(size=(2, 64, 33, 3)).astype("float32")
-    actual = run(keras.Model(ours.input, last), x)
+@pytest.fixture(scope="module")
+def theirs():
+    return randomize(ResNet((2, 2, 2, 2), False, classes=7))
+
+
+@pytest.fixture(scope="module")
+def ours(theirs):
+    # without a head, for which there are weights all the same
+    model = CBAMResNet(18, include_top=False, data_format="channels_last")
+    model.set_weights(cbam_resnet_weights(theirs.state_dict(), model))
+    return model
+
+
+def check(ours, theirs, x):
+    actual = run(ours, x)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(x.transpose(0, 3, 1, 2))).numpy()
+    if expected.ndim == 4:
+        expected = expected.transpose(0, 2, 3, 1)
     assert expected.std() > 0.1  # or else anything would do
     tolerance = 1e-4 * np.abs(expected).max()
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
-def test_networks_of_other_kinds_are_refused():
-    theirs = ResNet((2, 2, 2, 2), False, classes=7).state_dict()
-    ours = CBAMResNet(18, classes=7)
-    ours.set_weights(cbam_resnet_weights(theirs, ours))
+def images(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+# the same arrays in more layers, which have tests of their own
+@pytest.mark.parametrize("part", few(["block", "network"]))
+def test_equals_the_original(part, theirs, ours):
+    if part == "block":
+        ours = keras.Model(
+            ours.get_layer("layer1_1_relu").output,
+            ours.get_layer("layer2_0_relu").output,
+        )
+        check(ours, theirs.layer2[0], images(2, 8, 5, 64))
+        return
+    theirs = randomize(ResNet((3, 4, 6, 3), True, classes=7))
+    state_dict = {f"module.{k}": x for k, x in theirs.state_dict().items()}
+    ours = CBAMResNet(
+        50,
+        classes=7,
+        classifier_activation=None,
+        data_format="channels_last",
+    )
+    ours.set_weights(cbam_resnet_weights(state_dict, ours, "module."))
+    check(ours, theirs, images(2, 64, 33, 3))
+
+
+def test_networks_of_other_kinds_are_refused(theirs, ours):
+    theirs = theirs.state_dict()
     smaller = {k: x for k, x in theirs.items() if "layer1.1." not in k}
     with pytest.raises(ValueError, match="no weight 'layer1.1.conv1.weight'"):
         cbam_resnet_weights(smaller, ours)
     larger = {**theirs, "layer1.2.conv1.weight": np.ones(1)}
     with pytest.raises(ValueError, match=r"no place .*\['layer1.2.conv1"):
         cbam_resnet_weights(larger, ours)
-    other = {**theirs, "fc.weight": np.ones((9, 512))}
-    with pytest.raises(ValueError, match=r"'fc.weight'.*\(512, 9\).*\(512, 7"):
+    other = {**theirs, "bn1.bias": np.ones(9)}
+    with pytest.raises(ValueError, match=r"'bn1.bias'.*\(9,\).*\(64,\)"):
         cbam_resnet_weights(other, ours)
+    with pytest.raises(ValueError, match="`CBAMResNet` for argument `model`"):
+        cbam_resnet_weights(theirs, keras.Sequential())
     unknown = CBAMResNet(18, layers.CBAM(identity_init=True))
     with pytest.raises(ValueError, match="of no others.*layer1_0_attention"):
         cbam_resnet_weights(theirs, unknown)
-    with pytest.raises(ValueError, match="`CBAMResNet` for argument `model`"):
-        cbam_resnet_weights(theirs, keras.Sequential())

@@ -4,6 +4,7 @@ import pytest
 import keras_attn
 from keras_attn.conversion import fast_transformers_weights
 from tests import golden
+from tests.backend import few
 from tests.backend import run
 
 KINDS = {
@@ -13,7 +14,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", golden.names("fast_transformers_*"))
+@pytest.mark.parametrize("name", few(golden.names("fast_transformers_*")))
 def test_equals_fast_transformers(name):
     """Data of `pytorch-fast-transformers` 0.4.0, with random weights."""
     data = golden.load(name)

@@ -5,6 +5,7 @@ import torch
 import keras_attn
 from keras_attn.conversion import longformer_model_weights
 from keras_attn.conversion import longformer_weights
+from tests.backend import few
 from tests.backend import run
 from tests.backend import to_numpy
 
@@ -199,29 +200,28 @@ def call_whole(theirs, inputs):
         )
 
 
-@pytest.mark.parametrize("length", [37, 16])
-def test_a_whole_model_equals_hugging_face(length):
-    theirs, ours = whole(), transformer()
-    ours.set_weights(longformer_model_weights(theirs.state_dict(), ours))
+@pytest.mark.parametrize(
+    ("head", "length"), few([(None, 37), (None, 16), ("classes", 16)])
+)
+def test_a_whole_model_equals_hugging_face(head, length):
     inputs = texts(length)
     real = inputs["padding_mask"]
-    expected = call_whole(theirs, inputs).last_hidden_state.numpy()
+    if head is None:
+        theirs, ours, prefix = whole(), transformer(), ""
+        expected = call_whole(theirs, inputs).last_hidden_state.numpy()
+    else:
+        cls, real = modeling.LongformerForSequenceClassification, slice(None)
+        theirs, prefix = whole(cls, num_labels=5), "longformer."
+        ours = transformer(head="classes", num_classes=5)
+        expected = call_whole(theirs, inputs).logits.numpy()
+    state_dict = theirs.state_dict()
+    ours.set_weights(longformer_model_weights(state_dict, ours, prefix=prefix))
     actual = run(lambda x: ours(x), inputs)
     np.testing.assert_allclose(actual[real], expected[real], rtol=0, atol=1e-4)
 
 
-def test_a_classifier_equals_hugging_face():
-    theirs = whole(modeling.LongformerForSequenceClassification, num_labels=5)
+def test_a_pooler_comes_without_a_classifier():
     ours = transformer(head="classes", num_classes=5)
-    state_dict = theirs.state_dict()
-    ours.set_weights(
-        longformer_model_weights(state_dict, ours, prefix="longformer.")
-    )
-    inputs = texts(16)
-    expected = call_whole(theirs, inputs).logits.numpy()
-    actual = run(lambda x: ours(x), inputs)
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)
-    # without that head, the pooler of the model
     state_dict = whole().state_dict()
     before = to_numpy(ours.classifier.kernel.value)
     ours.set_weights(longformer_model_weights(state_dict, ours))
@@ -235,16 +235,18 @@ def test_a_classifier_equals_hugging_face():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"norm": "pre"}, "`norm='post'`.*norm='pre'"),
-        ({"embedding_norm": False}, "`embedding_norm=True`"),
-        ({"head": "tokens"}, "masked language model"),
-        ({"num_layers": 1}, "finds 2 layers.*`num_layers=1`"),
-        ({"num_token_types": 0}, "each token_type, which `model` has not"),
-        ({"positions": None}, "each position, which `model` has not"),
-        ({"max_length": 42}, r"shape \(40, 12\) .*shape \(42, 12\)"),
-        ({"attention": [None, None]}, "`LongformerAttention`.*None in"),
-    ],
+    few(
+        [
+            ({"norm": "pre"}, "`norm='post'`.*norm='pre'"),
+            ({"embedding_norm": False}, "`embedding_norm=True`"),
+            ({"head": "tokens"}, "masked language model"),
+            ({"num_layers": 1}, "finds 2 layers.*`num_layers=1`"),
+            ({"num_token_types": 0}, "each token_type, which `model` has not"),
+            ({"positions": None}, "each position, which `model` has not"),
+            ({"max_length": 42}, r"shape \(40, 12\) .*shape \(42, 12\)"),
+            ({"attention": [None, None]}, "`LongformerAttention`.*None in"),
+        ]
+    ),
 )
 def test_a_model_of_another_kind_is_refused(options, message):
     state_dict = whole().state_dict()

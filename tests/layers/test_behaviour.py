@@ -487,7 +487,7 @@ def test_explicit_and_attached_masks_combine(case):
 
 
 @every_class
-def test_value_and_key_masks_combine(case):
+def test_masks_of_keys_combine(case):
     layer, x = case.layer(), sequence()
     positions = np.broadcast_to(np.arange(LENGTH), (2, LENGTH))
     one, other = positions != 4, positions != 7
@@ -496,6 +496,12 @@ def test_value_and_key_masks_combine(case):
         close(layer(x, x, x, value_mask=one, key_mask=other), expected)
         close(layer(x, x, x, value_mask=other, key_mask=one), expected)
         close(layer(x, x, x, key_mask=one & other), expected)
+    # what KerasHub makes of a padding mask
+    pairs = (one & other)[:, None]
+    close(layer(x, x, attention_mask=pairs), expected)
+    spec = keras.KerasTensor(pairs.shape, "int32")
+    symbolic = layer(keras.KerasTensor(x.shape), attention_mask=spec)
+    assert symbolic.shape == x.shape
     assert np.abs(to_numpy(expected) - to_numpy(layer(x))).max() > 1e-4
 
 
@@ -585,22 +591,6 @@ def test_keys_that_no_query_may_see_may_hold_anything(case):
     value = x.copy()
     value[:, 4] = np.nan
     close(layer(x, value, attention_mask=mask), expected)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [c for c in FIRST_CASES if "attention_mask" not in c.options],
-    ids=str,
-)
-def test_an_attention_mask_of_keys_alone_is_a_padding_mask(case):
-    """What KerasHub makes of a padding mask."""
-    layer, x, mask = case.layer(), sequence(), padding()
-    expected = layer(x, x, value_mask=mask)
-    assert np.abs(to_numpy(expected) - to_numpy(layer(x, x))).max() > 1e-3
-    close(layer(x, x, attention_mask=mask[:, None]), expected)
-    spec = keras.KerasTensor((2, 1, LENGTH), "int32")
-    symbolic = layer(keras.KerasTensor(x.shape), attention_mask=spec)
-    assert symbolic.shape == x.shape
 
 
 @every_class

@@ -124,8 +124,9 @@ def check(example, format, folder, length=None):
     name, load = FORMATS[format]
     path = str(folder / name)
     options = {"format": format, "verbose": False}
-    if BACKEND == "torch" and format == "openvino":
-        # otherwise what is traced is a sequence of one position
+    if BACKEND == "torch" and (format == "openvino" or length is not None):
+        # otherwise what is traced is a sequence of one position, and ONNX takes
+        # a batch of any size for a reason to avoid PyTorch's new exporter
         sample = keras.InputSpec(shape=example.shape(length or 70, batch or 2))
         options["input_signature"] = [sample]
     if BACKEND == "torch" and format == "torch":
@@ -160,7 +161,105 @@ LOOP = (
     "The loop of `keras.layers.LSTM` on TensorFlow has no counterpart in this "
     "format."
 )
+ONE_POSITION = (
+    "Fixed batch and length only: for others, Keras on PyTorch traces a "
+    "sequence of one position, with PyTorch's old exporter, which follows one "
+    "path."
+)
+SQUEEZED = (
+    "PyTorch writes a `squeeze` that onnxruntime refuses at fixed lengths, and "
+    "no `ravel`, which `keras.ops.take` needs, at others."
+)
+CONVERTER = (
+    "The converter of litert-torch fails: its own result does not pass its "
+    "verification, or Keras asks for one of several lengths."
+)
+ARANGE = (
+    "jax2onnx puts an `arange` in place of that of JAX which does not take one "
+    "argument, as Keras gives it."
+)
+RAVEL = (
+    "`keras.ops.take` on PyTorch needs `ravel`, which OpenVINO does not know."
+)
 LIMITS = {
+    ("torch", "tf_saved_model"): {
+        "every layer": Limit(
+            "Keras passes PyTorch sizes in a structure that PyTorch 2.13 "
+            "refuses, for any model.",
+            "Detected mismatch between the structure",
+            fixed=False,
+        ),
+    },
+    ("torch", "onnx"): {
+        "LongformerAttention": Limit(ONE_POSITION, "take_along_dim"),
+        "SlidingWindowAttention": Limit(ONE_POSITION, "Concat"),
+        "StridedSparseAttention": Limit(SQUEEZED, "aten::ravel", fixed=False),
+        "FixedSparseAttention": Limit(SQUEEZED, "aten::ravel", fixed=False),
+        "LSHAttention": Limit(
+            "PyTorch's exporter has no stable sort for ONNX.",
+            "Sort",
+            fixed=False,
+        ),
+        "Synthesizer": Limit(ONE_POSITION, "Not equal"),
+        "TopKAttention": Limit(ONE_POSITION, "Not equal"),
+        "LinformerAttention": Limit(ONE_POSITION, "aten::ravel"),
+        "SingleHeadAttention": Limit(ONE_POSITION, "Gather"),
+        "SHARNNBlock": Limit(ONE_POSITION, "Gather"),
+        "TransformerBlock": Limit(ONE_POSITION, "Gather"),
+        "LAMA": Limit(ONE_POSITION, "Not equal"),
+    },
+    ("torch", "openvino"): {
+        "StridedSparseAttention": Limit(RAVEL, "aten::ravel", fixed=False),
+        "FixedSparseAttention": Limit(RAVEL, "aten::ravel", fixed=False),
+        "LinformerAttention": Limit(RAVEL, "aten::ravel", fixed=False),
+        "SHARNNBlock": Limit(
+            "Fixed lengths only: `keras.layers.LSTM` on PyTorch is a loop that "
+            "tracing unrolls.",
+            "Not equal|mismatch",
+        ),
+    },
+    ("torch", "litert"): {
+        **dict.fromkeys(
+            (
+                "LongformerAttention",
+                "StridedSparseAttention",
+                "FixedSparseAttention",
+                "LSHAttention",
+                "SHARNNBlock",
+            ),
+            Limit(CONVERTER, "convert|delegate", fixed=False),
+        ),
+        "TopKAttention": Limit(
+            "LiteRT's interpreter for Python has no `STABLEHLO_SORT`.",
+            "STABLEHLO_SORT",
+            fixed=False,
+        ),
+        "every layer": Limit("Fixed lengths only, says Keras of PyTorch.", "."),
+    },
+    ("torch", "torch"): {
+        "LongformerAttention": Limit(
+            "Batch and length are those of the sample: PyTorch specializes.",
+            "Guard failed",
+            fixed=False,
+        ),
+        **dict.fromkeys(
+            (
+                "SlidingWindowAttention",
+                "StridedSparseAttention",
+                "FixedSparseAttention",
+            ),
+            Limit(
+                "Fixed lengths only: if the sample needed padding to whole "
+                "blocks, PyTorch holds that all do.",
+                "Guard failed",
+            ),
+        ),
+        "LSHAttention": Limit(
+            "Fixed lengths only: Keras cannot convert PyTorch's symbolic "
+            "integers to tensors.",
+            "SymInt",
+        ),
+    },
     ("tensorflow", "onnx"): {
         "LSHAttention": Limit(ARGMAX, "INVALID_GRAPH", fixed=False)
     },
@@ -186,6 +285,37 @@ LIMITS = {
         "every layer": Limit(
             "Keras exports to PyTorch on PyTorch only.",
             "Torch export requires",
+            fixed=False,
+        )
+    },
+    ("jax", "tf_saved_model"): {
+        "TopKAttention": Limit(
+            "TensorFlow cannot load `top_k` as JAX exports it.",
+            "Cannot deserialize",
+            fixed=False,
+        )
+    },
+    ("jax", "onnx"): {
+        "LongformerAttention": Limit(ARANGE, "arange", fixed=False),
+        "StridedSparseAttention": Limit(ARANGE, "arange", fixed=False),
+        "FixedSparseAttention": Limit(ARANGE, "arange", fixed=False),
+        "LSHAttention": Limit(ARANGE, "arange", fixed=False),
+        "SHARNNBlock": Limit(ARANGE, "arange", fixed=False),
+        "LinformerAttention": Limit(f"Fixed lengths only: {ARANGE}", "arange"),
+        "SlidingWindowAttention": Limit(
+            "Fixed lengths only: jax2onnx takes symbolic lengths that are "
+            "equal for different ones.",
+            "non-concatenated dimensions",
+        ),
+        "Synthesizer": Limit(
+            "Fixed lengths only: jax2onnx cannot reshape symbolic lengths.",
+            "reshape with symbolic",
+        ),
+    },
+    ("jax", "openvino"): {
+        "every layer": Limit(
+            "OpenVINO does not know `XlaCallModule`, into which JAX puts all.",
+            "XlaCallModule",
             fixed=False,
         )
     },

@@ -223,6 +223,26 @@ def test_streaming():
     assert to_numpy(state["length"]) == 9
 
 
+@pytest.mark.parametrize(
+    ("layer", "grows"),
+    [
+        (keras_attn.LinearAttention(2, 3), False),
+        (keras_attn.SlidingWindowAttention(2, 3, 4), False),
+        (keras_attn.LongformerAttention(2, 3, 4, num_global_tokens=1), False),
+        (keras_attn.MultiHeadAttention(2, 3), True),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_state_grows_with_the_context_only_where_it_must(layer, grows):
+    """And so does time per token: it is one program for one state."""
+    block = keras_attn.TransformerBlock(layer, 8)
+    sizes = [
+        sum(int(np.prod(x.shape)) for x in keras.tree.flatten(state))
+        for state in (block.initial_state(1, n) for n in (16, 1024))
+    ]
+    assert (sizes[1] > sizes[0]) == grows
+
+
 def test_greedy_text_is_that_of_full_evaluation():
     """One model with all the mechanisms that stream, for the sake of time."""
     attention = streaming_layers()

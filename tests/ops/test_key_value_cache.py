@@ -1,3 +1,4 @@
+import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -40,6 +41,28 @@ def test_mask_is_causal_and_blind_to_what_is_not_written():
         to_numpy(key_value_cache_mask(cache, 2)),
         np.array([[[1, 1, 0, 0], [1, 1, 1, 0]]], bool),
     )
+
+
+def test_one_program_takes_caches_of_several_sizes():
+    """TensorFlow then traces it anew, with sizes that are not known."""
+
+    def step(cache, x):
+        cache = update_key_value_cache(cache, key=x)
+        return cache["key"], key_value_cache_mask(cache, 2)
+
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        step = tf.function(step, reduce_retracing=True)
+    for size in (4, 6, 5):
+        cache = key_value_cache(2, size, "float32", key=(1,))
+        keys, mask = step(cache, ops.convert_to_tensor(chunk(2)))
+        np.testing.assert_array_equal(
+            to_numpy(keys)[0, :, 0], [1, 2] + [0] * (size - 2)
+        )
+        np.testing.assert_array_equal(
+            to_numpy(mask), np.tril(np.ones((1, 2, size), bool))
+        )
 
 
 def test_gradients_reach_the_chunk():
