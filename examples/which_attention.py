@@ -28,6 +28,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -293,24 +294,30 @@ def study(name, args):
 def run_child(name, arguments, advance):
     """Runs `study()` in a fresh process, and returns its row."""
     command = [sys.executable, __file__, *arguments, "--child", name]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "KERAS_BACKEND": keras.backend.backend()},
-    )
+    environment = {**os.environ, "KERAS_BACKEND": keras.backend.backend()}
     row = None
-    for line in process.stdout:
-        if line.startswith("{"):
-            message = json.loads(line)
-            if "steps" in message:
-                advance(message["steps"])
-            else:
-                row = message
-    errors = process.stderr.read()
-    if process.wait() or row is None:
-        raise SystemExit(f"The process of `{name}` failed:\n{errors}")
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        ) as process,
+    ):
+        for line in process.stdout:
+            if line.startswith("{"):
+                message = json.loads(line)
+                if "steps" in message:
+                    advance(message["steps"])
+                else:
+                    row = message
+        if process.wait() or row is None:
+            errors.seek(0)
+            raise SystemExit(
+                f"The process of `{name}` failed:\n{errors.read()}"
+            )
     return row
 
 
