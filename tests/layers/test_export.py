@@ -287,8 +287,8 @@ LIMITS = {
             "Flex delegate",
         ),
         "SHARNNBlock": Limit(
-            "The loop of `keras.layers.LSTM` needs TensorFlow's own operations, "
-            "which LiteRT's interpreter for Python lacks.",
+            "The loop of `keras.layers.LSTM` needs operations of TensorFlow "
+            "that LiteRT's interpreter for Python lacks.",
             "Flex delegate",
             fixed=False,
         ),
