@@ -233,7 +233,7 @@ LIMITS = {
         ),
         "TopKAttention": Limit(
             "LiteRT's interpreter for Python has no `STABLEHLO_SORT`.",
-            "STABLEHLO_SORT",
+            "STABLEHLO_SORT|delegate",
             fixed=False,
         ),
         "every layer": Limit("Fixed lengths only, says Keras of PyTorch.", "."),
