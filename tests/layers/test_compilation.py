@@ -9,6 +9,9 @@ from tests.backend import run
 from tests.layers.every_layer import LENGTH
 from tests.layers.every_layer import nightly_but
 
+# Dynamo warns of what it does not trace in Keras
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 
 class Counter(keras.layers.Layer):
     """Counts how often Python runs the call of a layer, as tracing does."""
