@@ -1,6 +1,7 @@
 """Runs the suite on one backend per process: `KERAS_BACKEND=jax pytest`."""
 
 import contextlib
+import json
 import pathlib
 
 import keras
@@ -56,6 +57,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests marked `nightly`, which take minutes, as well",
     )
+    parser.addoption(
+        "--cells",
+        type=pathlib.Path,
+        help="file to write the cells of docs/support.md to that tests decide",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,6 +75,12 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
+
+
+def pytest_collection_finish(session):
+    path = session.config.getoption("--cells")
+    if path is not None:
+        path.write_text(json.dumps(sorted(session.config.stash[CELLS])))
 
 
 def pytest_report_header():

@@ -41,9 +41,10 @@ What works where. This page is written by `python -m tests.support`, which runs
 the tests that each cell stands for, and is not edited by hand.
 
 A cell tells of TensorFlow, JAX and PyTorch, in this order: ✓ if the tests pass,
-✗ if they assert that it does not work, for the reason under that number, and ·
-if there is nothing to test.
+✗ if they assert that it does not work, for the reason under that number, ? if
+they have not been run, and · if there is nothing to test.
 """
+NOT_RUN = "not run"
 
 
 def cells_of(item):
@@ -93,8 +94,22 @@ def main():
             outcomes = {**load(backend), **outcomes}
         text = json.dumps(outcomes, indent=1)
         (OUTCOMES / f"{backend}.json").write_text(text)
-    PAGE.write_text(page([cells(load(backend)) for backend in BACKENDS]))
+    found = []
+    for backend in BACKENDS:
+        known = cells(load(backend))
+        all_cells = collect(backend)
+        found.append({cell: known.get(cell, {NOT_RUN}) for cell in all_cells})
+    PAGE.write_text(page(found))
     sys.exit(0 if clean else 1)
+
+
+def collect(backend):
+    """All cells that some test decides, run or not."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "cells.json"
+        arguments = ["--collect-only", "--nightly", "-qq", f"--cells={path}"]
+        run(backend, ["-n0", *arguments], path.with_name("report.xml"))
+        return json.loads(path.read_text())
 
 
 def read(report):
@@ -162,6 +177,8 @@ def symbol(results, notes):
     """What a cell shows for a backend; notes get a number when needed."""
     if results is None:
         return "·"
+    if results == {NOT_RUN}:
+        return "?"
     reasons = sorted(results - {"✓"})
     if not reasons:
         return "✓"

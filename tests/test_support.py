@@ -5,6 +5,7 @@ import keras
 from tests.layers.every_layer import EXAMPLES
 from tests.support import CELLS
 from tests.support import LAYERS
+from tests.support import NOT_RUN
 from tests.support import PAGE
 from tests.support import cells_of_page
 from tests.support import page
@@ -16,8 +17,10 @@ def test_every_layer_has_an_example():
 
 def test_page_shows_what_each_backend_found():
     cell, other = "Export | ONNX | LAMA", "Masks | padding | Boom"
-    text = page([{cell: {"✓"}, other: {"✓"}}, {cell: {"✓", "a bug"}}, {}])
+    found = [{cell: {"✓"}, other: {NOT_RUN}}, {cell: {"✓", "a bug"}}, {}]
+    text = page(found)
     assert "| `LAMA` | ✓ ✗1 · |" in text and "\n1. a bug\n" in text
+    assert "| `Boom` | ? · · |" in text
     assert cells_of_page(text, "tensorflow") == {cell, other}
     assert cells_of_page(text, "jax") == {cell}
 
