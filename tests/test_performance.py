@@ -73,7 +73,7 @@ def test_no_program_grows_with_the_length(name):
     if name == "top_k" and BACKEND == "torch":
         assert growth <= 4  # where `ops.map` is a loop, once for each block
     else:
-        assert growth == 1
+        assert growth <= 1
 
 
 @pytest.mark.nightly
