@@ -25,7 +25,6 @@ import json
 import math
 import os
 import pathlib
-import resource
 import subprocess
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from rich.progress import TimeElapsedColumn
 from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.backends import peak_of_process
 from keras_attn import layers
 from keras_attn import models
 
@@ -265,17 +265,13 @@ def decode(model, length, tokens):
     return 1000 * (time.perf_counter() - start) / tokens
 
 
-def megabytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def study(name, args):
     """All tasks with one mechanism, in a process of its own."""
 
     def report(steps):
         print(json.dumps({"steps": steps}), flush=True)
 
-    before = megabytes()
+    before = peak_of_process()
     row = {"mechanism": name, "accuracy": {}, "milliseconds": {}}
     for task in args.tasks:
         if task == "copy" and name in NOT_CAUSAL:
@@ -284,7 +280,7 @@ def study(name, args):
         accuracy, milliseconds, model = train(name, task, args, report)
         row["accuracy"][task] = accuracy
         row["milliseconds"][task] = milliseconds
-        row["megabytes"] = megabytes() - before
+        row["megabytes"] = (peak_of_process() - before) / 1e6
         if task == "copy":
             tokens = min(32, args.length // 4)
             row["decode"] = decode(model, args.length, tokens)

@@ -178,7 +178,7 @@ def accelerator():
 def peak_memory():
     """The most memory so far, of the GPU if there is one, in bytes."""
     if accelerator() is None:
-        return _peak_of_process()
+        return peak_of_process()
     backend = keras.backend.backend()
     if backend == "jax":
         import jax
@@ -193,7 +193,8 @@ def peak_memory():
     return torch.cuda.max_memory_allocated()
 
 
-def _peak_of_process():
+def peak_of_process():
+    """Bytes that this process has held at most."""
     status = pathlib.Path("/proc/self/status")
     if status.exists():
         # `ru_maxrss` of Linux may be that of the process that started this one
