@@ -102,7 +102,9 @@ class _Observer:
 
 def _has_scores(layer):
     """Whether a layer attends by itself and can return its weights."""
-    if isinstance(layer, (keras.Model, layers.SHARNNBlock)):
+    if isinstance(
+        layer, (keras.Model, layers.SHARNNBlock, layers.TransformerBlock)
+    ):
         return False  # what attends, if anything, is inside
     call = (
         layer.attend if isinstance(layer, layers.AttentionLayer) else layer.call

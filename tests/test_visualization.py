@@ -69,6 +69,19 @@ def test_maps_of_nested_and_repeated_layers():
     assert maps[first].shape == (2, 2, 6, 6)
 
 
+def test_blocks_without_attention_have_no_maps():
+    model = keras_attn.models.Transformer(
+        vocabulary_size=10,
+        hidden_dim=8,
+        num_layers=2,
+        attention=[None, keras_attn.LinearAttention(2, 4, name="second")],
+        max_length=6,
+    )
+    maps = visualization.attention_maps(model, np.ones((2, 6), "int32"))
+    (path,) = maps
+    assert path.endswith("second")
+
+
 def test_maps_leave_the_model_whole_after_an_error():
     layer = keras_attn.MultiHeadAttention(2, 4)
     with pytest.raises(ValueError, match="needs a `query` of shape"):

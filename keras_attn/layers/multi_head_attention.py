@@ -17,9 +17,10 @@ class MultiHeadAttention(AttentionLayer):
 
     This is the attention of
     [Attention Is All You Need](https://arxiv.org/abs/1706.03762) (Vaswani et
-    al., 2017, section 3.2). Time grows as `T * S`, memory as `T + S` unless
-    dropout is active or scores are asked for. It takes the
-    place of `keras.layers.MultiHeadAttention`, whose weights fit, and gives
+    al., 2017, section 3.2). Time grows as `T * S`. Memory grows as `T + S`
+    unless dropout is active, scores are asked for, or there is a mask of pairs,
+    such as PyTorch's kernel makes of padding and causality. It takes the place
+    of `keras.layers.MultiHeadAttention`, whose weights fit, and gives
     the same answers wherever that layer has one answer: a query that may
     attend no key gets zeros on every path, explicit masks are combined with
     attached ones, and no tensor loses its mask.

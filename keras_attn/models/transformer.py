@@ -64,7 +64,7 @@ class Transformer(keras.Model):
         positions: What tells the order. `"learned"` vectors; `"sinusoidal"`
             ones, as in the paper, where the embedded tokens are multiplied by
             the square root of `hidden_dim` too; or `None`.
-        causal: Whether a position is hidden from those before it.
+        causal: Whether a position is blind to those after it.
         head: What is made of the features of the last block. `None` returns
             them; `"tokens"` returns the logits of a token at each position,
             which share the weights of the embedding; `"classes"` returns the
