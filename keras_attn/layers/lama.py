@@ -3,11 +3,11 @@
 import keras
 from keras import ops
 
+from keras_attn.layers.adaptation import enable_lora
+from keras_attn.layers.adaptation import quantized_dtype
 from keras_attn.layers.padding import AttachedMask
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import zero_padding
-from keras_attn.layers.sublayers import enable_lora
-from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops import lama
 from keras_attn.ops import orthogonality_penalty
 from keras_attn.utils import check_choice

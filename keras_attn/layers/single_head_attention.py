@@ -3,14 +3,14 @@
 import keras
 from keras import ops
 
+from keras_attn.layers.adaptation import enable_lora
+from keras_attn.layers.adaptation import quantized_dtype
 from keras_attn.layers.padding import AttachedMask
 from keras_attn.layers.padding import differ
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
 from keras_attn.layers.streaming import append_state
-from keras_attn.layers.sublayers import enable_lora
-from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.ops import key_value_cache
 from keras_attn.ops import key_value_cache_mask
 from keras_attn.ops import update_key_value_cache

@@ -5,12 +5,12 @@ import inspect
 import keras
 from keras import ops
 
+from keras_attn.layers.adaptation import enable_lora
+from keras_attn.layers.adaptation import quantized_dtype
 from keras_attn.layers.boom import Boom
 from keras_attn.layers.padding import AttachedMask
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import zero_padding
-from keras_attn.layers.sublayers import enable_lora
-from keras_attn.layers.sublayers import quantized_dtype
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_rates
 from keras_attn.utils import serialize_sublayer
