@@ -27,13 +27,7 @@ def main():
         description="Runs the suite once for each backend.",
         epilog="Further arguments go to pytest.",
     )
-    parser.add_argument(
-        "--backends",
-        nargs="+",
-        choices=BACKENDS,
-        default=BACKENDS,
-        help="the backends to run on (default: all three)",
-    )
+    add_backends(parser)
     options, pytest_arguments = parser.parse_known_args()
 
     passed = failed = skipped = 0
@@ -54,6 +48,17 @@ def main():
         clean = clean and status == 0
     print(f"\ntotal: {describe(passed, failed, skipped)}")
     sys.exit(0 if clean and passed else 1)
+
+
+def add_backends(parser):
+    """Adds the option that chooses backends."""
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=BACKENDS,
+        default=BACKENDS,
+        help="the backends to run on (default: all three)",
+    )
 
 
 def run(backend, arguments, report):

@@ -24,6 +24,7 @@ import pytest
 import keras_attn
 from tests.__main__ import BACKENDS
 from tests.__main__ import ROOT
+from tests.__main__ import add_backends
 from tests.__main__ import run
 
 PAGE = ROOT / "docs" / "support.md"
@@ -73,13 +74,7 @@ def main():
         epilog="Further arguments go to pytest, and leave the outcomes of "
         "other tests as they were.",
     )
-    parser.add_argument(
-        "--backends",
-        nargs="+",
-        choices=BACKENDS,
-        default=BACKENDS,
-        help="the backends to run on (default: all three)",
-    )
+    add_backends(parser)
     options, pytest_arguments = parser.parse_known_args()
     OUTCOMES.mkdir(exist_ok=True)
     clean = True
