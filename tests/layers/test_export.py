@@ -273,6 +273,19 @@ LIMITS = {
     ("tensorflow", "openvino"): {
         "LSHAttention": Limit(ARGMAX, "Bitcast", fixed=False),
         "SHARNNBlock": Limit(LOOP, "TensorList", fixed=False),
+        **dict.fromkeys(
+            (
+                "MultiHeadAttention",
+                "TopKAttention",
+                "SingleHeadAttention",
+                "TransformerBlock",
+            ),
+            Limit(
+                "Fixed lengths only: OpenVINO knows no `TensorList`, in which "
+                "TensorFlow collects blocks of queries of unknown length.",
+                "TensorList",
+            ),
+        ),
     },
     ("tensorflow", "litert"): {
         "LSHAttention": Limit(
