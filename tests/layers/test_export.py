@@ -268,7 +268,19 @@ LIMITS = {
         ),
     },
     ("tensorflow", "onnx"): {
-        "LSHAttention": Limit(ARGMAX, "INVALID_GRAPH", fixed=False)
+        "LSHAttention": Limit(ARGMAX, "INVALID_GRAPH", fixed=False),
+        "SHARNNBlock": Limit(
+            "tf2onnx writes a reshape, in the attention, that onnxruntime "
+            "refuses.",
+            "Reshape",
+            fixed=False,
+        ),
+        "TransformerBlock": Limit(
+            "tf2onnx writes the `Erfc` of TensorFlow's exact GELU, which ONNX "
+            "does not know.",
+            "Erfc",
+            fixed=False,
+        ),
     },
     ("tensorflow", "openvino"): {
         "LSHAttention": Limit(ARGMAX, "Bitcast", fixed=False),
