@@ -1,6 +1,6 @@
 """Trains one model on many devices, in every way that the backends offer.
 
-    python examples/distributed_training.py           # all of it
+    python examples/distributed_training.py           # all that is installed
     python examples/distributed_training.py --quick   # smaller, in seconds
     python examples/distributed_training.py --backends jax
 
@@ -14,6 +14,7 @@ runs `DistributedDataParallel` in two processes, and TensorFlow
 """
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -282,7 +283,11 @@ def main(arguments=None):
     )
     parser.add_argument("--quick", action="store_true", help="seconds only")
     parser.add_argument(
-        "--backends", nargs="+", choices=PARTS, default=list(PARTS)
+        "--backends",
+        nargs="+",
+        choices=PARTS,
+        default=[name for name in PARTS if importlib.util.find_spec(name)],
+        help="those that are installed, by default",
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -6,6 +6,21 @@ from examples import distributed_training as example
 BACKEND = keras.backend.backend()
 
 
+def test_backends_that_are_not_installed_are_left_out(monkeypatch):
+    chosen = []
+
+    def run_backend(backend, quick):
+        chosen.append(backend)
+        return []
+
+    monkeypatch.setattr(example, "run_backend", run_backend)
+    monkeypatch.setattr(
+        example.importlib.util, "find_spec", lambda name: name == "torch"
+    )
+    assert example.main([]) == []
+    assert chosen == ["torch"]
+
+
 # JAX compiles for a minute
 @pytest.mark.nightly if BACKEND == "jax" else lambda test: test
 def test_every_split_trains_like_one_device():
