@@ -1060,6 +1060,55 @@ MUTANTS = [
         "return 0, state",
         "models/test_transformer.py -k half_precision",
     ),
+    # pictures
+    (
+        "visualization.py",
+        "            del layer.call",
+        "            pass",
+        "test_visualization.py",
+    ),
+    (
+        "visualization.py",
+        "while path in self.maps:",
+        "while False:",
+        "test_visualization.py",
+    ),
+    (
+        "visualization.py",
+        "        if return_attention_scores:\n            return results",
+        "        if False:\n            return results",
+        "test_visualization.py",
+    ),
+    (
+        "visualization.py",
+        "layers.SHARNNBlock, layers.TransformerBlock)",
+        "layers.SHARNNBlock)",
+        "test_visualization.py",
+    ),
+    (
+        "visualization.py",
+        "_to_numpy(results[1])[0] > 0",
+        "_to_numpy(results[1])[0] >= 0",
+        "test_visualization.py",
+    ),
+    (
+        "visualization.py",
+        "np.arange(num_keys - num_queries, num_keys)",
+        "np.arange(num_queries)",
+        "test_visualization.py",
+    ),
+    (
+        "visualization.py",
+        'order = np.argsort(buckets, kind="stable")',
+        "order = np.arange(len(buckets))",
+        "test_visualization.py",
+    ),
+    (
+        "visualization.py",
+        "if len(axes) != count:",
+        "if False:",
+        "test_visualization.py",
+    ),
 ]
 
 
