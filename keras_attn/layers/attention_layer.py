@@ -12,6 +12,7 @@ from keras_attn.layers.padding import differ
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
+from keras_attn.layers.streaming import state_spec
 from keras_attn.utils import check_positive_integers
 from keras_attn.utils import check_rates
 from keras_attn.utils import check_shards
@@ -460,12 +461,7 @@ class AttentionLayer(keras.layers.Layer):
             )
             outputs.append(keras.KerasTensor(shape, dtype=self.compute_dtype))
         if "state" in options:
-            outputs.append(
-                keras.tree.map_structure(
-                    lambda x: keras.KerasTensor(x.shape, dtype=x.dtype),
-                    options["state"],
-                )
-            )
+            outputs.append(state_spec(options["state"]))
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     enable_lora = enable_lora

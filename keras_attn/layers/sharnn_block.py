@@ -12,6 +12,7 @@ from keras_attn.layers.boom import Boom
 from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import zero_padding
 from keras_attn.layers.single_head_attention import SingleHeadAttention
+from keras_attn.layers.streaming import state_spec
 from keras_attn.ops.lstm_state import lstm_cell_state
 from keras_attn.utils import check_choice
 from keras_attn.utils import check_positive_integers
@@ -504,11 +505,7 @@ class SHARNNBlock(keras.layers.Layer):
                 shape = (batch_size, self.num_heads, length, length)
             outputs.append(keras.KerasTensor(shape, dtype=self.compute_dtype))
         if state is not None:
-            outputs.append(
-                keras.tree.map_structure(
-                    lambda x: keras.KerasTensor(x.shape, dtype=x.dtype), state
-                )
-            )
+            outputs.append(state_spec(state))
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def load_own_variables(self, store):

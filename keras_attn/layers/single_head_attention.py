@@ -11,6 +11,7 @@ from keras_attn.layers.padding import merge_masks
 from keras_attn.layers.padding import to_boolean
 from keras_attn.layers.padding import zero_padding
 from keras_attn.layers.streaming import append_state
+from keras_attn.layers.streaming import state_spec
 from keras_attn.ops import key_value_cache
 from keras_attn.ops import key_value_cache_mask
 from keras_attn.ops import update_key_value_cache
@@ -486,11 +487,7 @@ class SingleHeadAttention(keras.layers.Layer):
             shape = (query.shape[0], self.num_heads, query.shape[1], keys)
             outputs.append(keras.KerasTensor(shape, dtype=self.compute_dtype))
         if state is not None:
-            outputs.append(
-                keras.tree.map_structure(
-                    lambda x: keras.KerasTensor(x.shape, dtype=x.dtype), state
-                )
-            )
+            outputs.append(state_spec(state))
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     enable_lora = enable_lora

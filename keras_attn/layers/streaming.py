@@ -1,5 +1,7 @@
 """What the layers that keep all keys for streaming have in common."""
 
+import keras
+
 from keras_attn.ops import key_value_cache
 from keras_attn.utils import check_positive_integers
 
@@ -22,3 +24,10 @@ def append_state(results, state):
         return results
     results = results if isinstance(results, tuple) else (results,)
     return (*results, state)
+
+
+def state_spec(state):
+    """Shapes and dtypes of the new state, which are those of the old one."""
+    return keras.tree.map_structure(
+        lambda x: keras.KerasTensor(x.shape, dtype=x.dtype), state
+    )

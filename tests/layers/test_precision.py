@@ -41,7 +41,23 @@ def inputs_of(example):
     return example.inputs(), example.mask(LENGTH - 2, 0)
 
 
-def check_half_precision(example, policy):
+def limits_of(example, policy, unsupported):
+    """What the comparison with float32 is run in."""
+    is_limit = (
+        example.cls is layers.TopKAttention
+        and policy == "mixed_bfloat16"
+        and keras.backend.backend() == "jax"
+    )
+    if not is_limit:
+        return contextlib.nullcontext()
+    return unsupported(
+        "Rounded to bfloat16, one query chooses another key than in float32.",
+        AssertionError,
+        "Not equal to tolerance",
+    )
+
+
+def check_half_precision(example, policy, unsupported):
     x, mask = (ops.convert_to_tensor(x) for x in inputs_of(example))
     half, full = example.built(dtype=policy), example.built()
     full.set_weights(half.get_weights())
@@ -53,7 +69,8 @@ def check_half_precision(example, policy):
     if not example.sorts:  # else rounding decides what a position sees
         expected = to_numpy(quick(masked_call(example, full))(x, mask))
         tolerance = TOLERANCES[policy]
-        np.testing.assert_allclose(actual, expected, tolerance, tolerance)
+        with limits_of(example, policy, unsupported):
+            np.testing.assert_allclose(actual, expected, tolerance, tolerance)
 
     inputs = keras.Input(example.shape(LENGTH)[1:])
     masks = keras.Input(mask.shape[1:], dtype="bool")
@@ -78,14 +95,14 @@ def check_half_precision(example, policy):
 
 @pytest.mark.support("Precision", "`mixed_float16`")
 @nightly_but("MultiHeadAttention", "SHARNNBlock")
-def test_float16_is_close_and_trains_with_loss_scaling(example):
-    check_half_precision(example, "mixed_float16")
+def test_float16_is_close_and_trains_with_loss_scaling(example, unsupported):
+    check_half_precision(example, "mixed_float16", unsupported)
 
 
 @pytest.mark.support("Precision", "`mixed_bfloat16`")
 @nightly_but()
-def test_bfloat16_is_close_and_trains(example):
-    check_half_precision(example, "mixed_bfloat16")
+def test_bfloat16_is_close_and_trains(example, unsupported):
+    check_half_precision(example, "mixed_bfloat16", unsupported)
 
 
 @contextlib.contextmanager
