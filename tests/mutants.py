@@ -693,6 +693,18 @@ MUTANTS = [
     # sparse transformer
     (
         "ops/sparse_transformer.py",
+        "num_blocks < MANY_BLOCKS",
+        "True",
+        "ops/test_sparse_transformer.py",
+    ),
+    (
+        "ops/sparse_transformer.py",
+        "    if dropout is None:\n        output = _in_turns",
+        "    if True:\n        output = _in_turns",
+        "ops/test_sparse_transformer.py",
+    ),
+    (
+        "ops/sparse_transformer.py",
         "return ops.abs(queries - keys) < stride",
         "return ops.abs(queries - keys) <= stride",
         "ops/test_sparse_transformer.py",

@@ -339,6 +339,19 @@ LIMITS = {
         "LSHAttention": Limit(ARANGE, "arange", fixed=False),
         "SHARNNBlock": Limit(ARANGE, "arange", fixed=False),
         "LinformerAttention": Limit(f"Fixed lengths only: {ARANGE}", "arange"),
+        **dict.fromkeys(
+            (
+                "MultiHeadAttention",
+                "TopKAttention",
+                "SingleHeadAttention",
+                "TransformerBlock",
+            ),
+            Limit(
+                "Fixed lengths only: jax2onnx cannot pad symbolic lengths, to "
+                "whole blocks of queries.",
+                "Symbolic dimension",
+            ),
+        ),
         "SlidingWindowAttention": Limit(
             "Fixed lengths only: jax2onnx takes equal symbolic lengths "
             "for different ones.",

@@ -15,18 +15,24 @@ from tests.layers.every_layer import LENGTH
 from tests.layers.every_layer import nightly_but
 
 TOLERANCES = {"mixed_float16": 0.01, "mixed_bfloat16": 0.05}
-# by operations of Keras on PyTorch
-DIGITS_LOST = (
-    layers.LinearAttention,
+# those that lose digits of float64 in operations of Keras, and the operations
+USE_MEAN = (
     layers.SingleHeadAttention,
     layers.SHARNNBlock,
-    layers.Boom,
     layers.TransformerBlock,
     layers.LAMA,
-    layers.ChannelAttention,
     layers.SpatialAttention,
     layers.CBAM,
 )
+USE_MATMUL = (layers.LinearAttention, layers.Boom, layers.ChannelAttention)
+CAST_TO_FLOAT32 = {
+    "jax": ("JAX, `keras.ops.mean` casts", USE_MEAN),
+    "torch": (
+        "PyTorch, `keras.ops.matmul` and `keras.ops.mean` cast",
+        USE_MEAN + USE_MATMUL,
+    ),
+    "tensorflow": ("", ()),
+}
 
 
 def masked_call(example, layer):
@@ -144,10 +150,11 @@ def test_float64_has_the_digits_of_float64(example, unsupported):
     def compare():
         np.testing.assert_allclose(*slopes, 1e-4, 1e-4)
 
-    if keras.backend.backend() == "torch" and example.cls in DIGITS_LOST:
+    culprits, classes = CAST_TO_FLOAT32[keras.backend.backend()]
+    if example.cls in classes:
         reason = (
             "Takes and gives float64, but with the digits of float32: on "
-            "PyTorch, `keras.ops.matmul` and `keras.ops.mean` cast to float32."
+            f"{culprits} to float32."
         )
         with unsupported(reason, AssertionError):
             compare()
