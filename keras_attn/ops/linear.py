@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import check_equal_lengths
+from keras_attn.ops.padding import pad_axis
 
 # Pairs of positions are scored within a chunk of this size, and summed up
 # beyond it. 64 and 128 are equally fast, and faster than 32 or 256.
@@ -197,7 +198,7 @@ def _to_chunks(x, size):
     # of all ways to write this, one that JAX follows if `length` is unknown
     chunks = (length + size - 1) // size
     padding = chunks * size - length
-    x = ops.pad(x, [(0, 0), (0, 0), (0, padding), (0, 0)])
+    x = pad_axis(x, 0, padding, axis=2)
     return ops.reshape(x, (batch, heads, chunks, size, features))
 
 

@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_attn.ops.dot_product import dot_product_attention
+from keras_attn.ops.padding import pad_axis
 
 
 def linformer_attention(
@@ -159,9 +160,8 @@ def _check_length(name, x, max_length):
 def _to_windows(x, projected_length, window_size):
     """Cuts `(B, S, ...)` into `(B, K, W, ...)`, padded with zeros."""
     length = projected_length * window_size
-    rest = [(0, 0)] * (len(x.shape) - 2)
     # padded by more than is needed, an amount known to every compiler
-    x = ops.pad(x, [(0, 0), (0, length), *rest])[:, :length]
+    x = pad_axis(x, 0, length, axis=1)[:, :length]
     batch, _, *sizes = ops.shape(x)
     return ops.reshape(x, (batch, projected_length, window_size, *sizes))
 

@@ -4,6 +4,7 @@ from keras import ops
 
 from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.masks import check_equal_lengths
+from keras_attn.ops.padding import pad_axis
 from keras_attn.ops.sliding_window import attend_in_windows
 from keras_attn.ops.sliding_window import slide
 
@@ -242,10 +243,10 @@ def longformer_attention_step(
         return_attention_scores=return_attention_scores,
     )
     global_heads = results[0] if return_attention_scores else results
-    padding = (0, length - first)
+    padding = length - first
     heads = ops.where(
         is_global[:, :, None, None],
-        ops.pad(global_heads, [(0, 0), padding, (0, 0), (0, 0)]),
+        pad_axis(global_heads, 0, padding, axis=1),
         heads,
     )
     state = {
@@ -259,7 +260,7 @@ def longformer_attention_step(
     others = ops.shape(scores)[3] - count
     scores = ops.where(
         is_global[:, None, :, None],
-        ops.pad(results[1], [(0, 0), (0, 0), padding, (0, others)]),
+        pad_axis(pad_axis(results[1], 0, padding, axis=2), 0, others, axis=3),
         scores,
     )
     return heads, scores, state

@@ -8,6 +8,7 @@ from keras import ops
 from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import check_equal_lengths
 from keras_attn.ops.masks import masked_softmax
+from keras_attn.ops.padding import pad_axis
 
 # columns that are enough for 2 ** 20 buckets, the most that there may be
 AUTOMATIC_COLUMNS = 64
@@ -176,13 +177,14 @@ def lsh_attention(
         bucket_size = min(bucket_size, key.shape[1])
     length, num_rounds = ops.shape(key)[1], buckets.shape[2]
     num_chunks = (length + bucket_size - 1) // bucket_size
-    padding = [(0, 0), (0, num_chunks * bucket_size - length)]
+    padding = num_chunks * bucket_size - length
     if padding_mask is None:
         padding_mask = ops.ones(ops.shape(key)[:2], dtype="bool")
-    padding_mask = ops.pad(ops.cast(padding_mask, "bool"), padding)
+    padding_mask = ops.cast(padding_mask, "bool")
+    padding_mask = pad_axis(padding_mask, 0, padding, axis=1)
 
     # the sort is stable, and leaves padding at the end, out of the way
-    buckets = ops.pad(buckets, [(0, 0), (0, 0), *padding])
+    buckets = pad_axis(buckets, 0, padding, axis=3)
     buckets = ops.where(padding_mask[:, None, None], buckets, _LAST_BUCKET)
     order = ops.argsort(buckets, axis=-1)  # (B, N, R, P)
     slots = ops.argsort(order, axis=-1)
@@ -224,7 +226,7 @@ def lsh_attention(
 
     def sort(x):
         """Sorts `(B, T, N, ...)` into `(B, N, R, C, W, ...)`."""
-        x = ops.pad(x, [*padding, (0, 0), (0, 0)])
+        x = pad_axis(x, 0, padding, axis=1)
         return to_chunks(_sort_rows(x, order))
 
     look = functools.partial(
@@ -475,9 +477,7 @@ def _with_neighbours(x, before, after, wrap, fill=0):
             for shift in range(-before, after + 1)
         ]
     else:
-        widths = [(0, 0)] * len(x.shape)
-        widths[3] = (before, after)
-        x = ops.pad(x, widths, constant_values=fill)
+        x = pad_axis(x, before, after, axis=3, value=fill)
         looks = [
             x[:, :, :, shift : shift + chunks]
             for shift in range(before + after + 1)

@@ -8,6 +8,7 @@ from keras import ops
 from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import check_equal_lengths
 from keras_attn.ops.masks import dense_mask
+from keras_attn.ops.padding import pad_axis
 
 # Queries in a block. 64 to 512 are equally fast; the more, the more memory.
 BLOCK_SIZE = 128
@@ -150,7 +151,7 @@ def _to_blocks(x, size):
     """Cuts `(B, N, T, H)` into `(C, B, N, W, H)`, padded with zeros."""
     batch, heads, length, features = ops.shape(x)
     count = (length + size - 1) // size
-    x = ops.pad(x, [(0, 0), (0, 0), (0, count * size - length), (0, 0)])
+    x = pad_axis(x, 0, count * size - length, axis=2)
     x = ops.reshape(x, (batch, heads, count, size, features))
     return ops.transpose(x, (2, 0, 1, 3, 4))
 

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.masks import check_equal_lengths
+from keras_attn.ops.padding import pad_axis
 
 # narrow windows share blocks, for many tiny products are slow
 SMALLEST_BLOCK = 32
@@ -233,7 +234,7 @@ def _attend_at_one_rate(
     else:
         # other heads may look back further
         unseen = past["key"].shape[1] - beside
-        dense = ops.pad(dense, [(0, 0), (0, 0), (0, 0), (unseen, 0)])
+        dense = pad_axis(dense, unseen, 0, axis=3)
     if shared is None:
         return heads, dense, None
     scores = _from_blocks(scores[..., offset.shape[1] :], rate)[:, :length]
@@ -252,7 +253,7 @@ def _to_blocks(x, block_size, rate):
     batch, length, heads, size = ops.shape(x)
     count = (length + block_size * rate - 1) // (block_size * rate)
     padding = count * block_size * rate - length
-    x = ops.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)])
+    x = pad_axis(x, 0, padding, axis=1)
     x = ops.reshape(x, (batch, count, block_size, rate, heads, size))
     x = ops.transpose(x, (0, 3, 1, 4, 2, 5))
     return ops.reshape(x, (batch * rate, count, heads, block_size, size))
@@ -289,9 +290,7 @@ def _with_neighbours(x, past, before, after):
             past = ops.concatenate([past, last], axis=1)
         parts.insert(0, past)
     if after:
-        following = x[:, 1:, :, :after]
-        padding = [(0, 0), (0, 1), (0, 0), (0, 0), (0, 0)]
-        parts.append(ops.pad(following, padding))
+        parts.append(pad_axis(x[:, 1:, :, :after], 0, 1, axis=1))
     return ops.concatenate(parts, axis=3)
 
 
@@ -323,7 +322,7 @@ def _to_dense(scores, rate):
     # in rows that are `W` too long, each begins `W` later than the one before
     x = ops.transpose(scores, (0, 2, 3, 1, 4))
     padding = width + block_size - keys
-    x = ops.pad(x, [(0, 0), (0, 0), (0, 0), (0, 0), (0, padding)])
+    x = pad_axis(x, 0, padding, axis=4)
     x = ops.reshape(x, (folded, heads, block_size, -1))[..., : count * width]
     x = ops.reshape(x, (folded, heads, block_size, count, width))
     # only positions a multiple of `rate` apart see one another

@@ -10,6 +10,7 @@ from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import check_equal_lengths
 from keras_attn.ops.masks import masked_softmax
+from keras_attn.ops.padding import pad_axis
 
 # With so many blocks of queries, parts of them take turns. At 65,536 positions
 # on a CPU this takes a third of the memory, and half of the time; at 16,384 the
@@ -376,14 +377,13 @@ def _in_turns(attend, query, queries, own):
     The output may have more blocks, of padding.
     """
     num_blocks = query.shape[1]
-    if num_blocks is None or num_blocks < MANY_BLOCKS:
+    if not isinstance(num_blocks, int) or num_blocks < MANY_BLOCKS:
         return attend(query, queries, own)
     size = (num_blocks + PARTS - 1) // PARTS
 
     def split(x):
         batch, _, *rest = ops.shape(x)
-        edges = [(0, 0), (0, PARTS * size - num_blocks)]
-        x = ops.pad(x, edges + [(0, 0)] * len(rest))
+        x = pad_axis(x, 0, PARTS * size - num_blocks, axis=1)
         return ops.moveaxis(ops.reshape(x, (batch, PARTS, size, *rest)), 1, 0)
 
     parts = keras.tree.map_structure(split, (query, queries, own))
@@ -437,7 +437,7 @@ def _to_blocks(x, block_size):
     batch, length, *rest = ops.shape(x)
     num_blocks = (length + block_size - 1) // block_size
     padding = num_blocks * block_size - length
-    x = ops.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * len(rest))
+    x = pad_axis(x, 0, padding, axis=1)
     return ops.reshape(x, (batch, num_blocks, block_size, *rest))
 
 
@@ -449,8 +449,7 @@ def _from_blocks(x):
 
 def _with_neighbours(x, both_sides):
     """Joins each block of `(B, C, W, ...)` to the one before it, or to both."""
-    edges = [(0, 0), (1, 1 if both_sides else 0)]
-    x = ops.pad(x, edges + [(0, 0)] * (len(x.shape) - 2))
+    x = pad_axis(x, 1, 1 if both_sides else 0, axis=1)
     blocks = [x[:, :-2], x[:, 1:-1], x[:, 2:]]
     return ops.concatenate(blocks if both_sides else [x[:, :-1], x[:, 1:]], 2)
 

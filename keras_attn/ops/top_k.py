@@ -10,6 +10,7 @@ from keras_attn.ops.dot_product import dot_product_attention
 from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import dense_mask
 from keras_attn.ops.masks import masked_softmax
+from keras_attn.ops.padding import pad_axis
 from keras_attn.ops.query_blocks import attend_in_blocks
 from keras_attn.ops.query_blocks import is_long
 
@@ -103,8 +104,7 @@ def _threshold(candidates, top_k):
     missing = max(top_k - length, 0) if isinstance(length, int) else top_k
     if missing:
         # keeps `top_k` a constant, whatever the length turns out to be
-        padding = [(0, 0)] * 3 + [(0, missing)]
-        candidates = ops.pad(candidates, padding, constant_values=float("-inf"))
+        candidates = pad_axis(candidates, 0, missing, axis=3, value=-math.inf)
     highest, _ = ops.top_k(candidates, top_k, sorted=False)
     return ops.min(highest, axis=-1, keepdims=True)
 

@@ -180,6 +180,7 @@ ARANGE = (
     "jax2onnx puts an `arange` in place of that of JAX which does not take one "
     "argument, as Keras gives it."
 )
+SYMBOLIC = "jax2onnx asks for a constant in place of a symbolic size."
 RAVEL = (
     "`keras.ops.take` on PyTorch needs `ravel`, which OpenVINO does not know."
 )
@@ -203,7 +204,7 @@ LIMITS = {
             fixed=False,
         ),
         "Synthesizer": Limit(ONE_POSITION, "Not equal"),
-        "TopKAttention": Limit(ONE_POSITION, "Not equal"),
+        "TopKAttention": Limit(ONE_POSITION, "Not equal|Concat"),
         "LinformerAttention": Limit(ONE_POSITION, "aten::ravel"),
         "SingleHeadAttention": Limit(ONE_POSITION, "Gather"),
         "SHARNNBlock": Limit(ONE_POSITION, "Gather"),
@@ -236,6 +237,7 @@ LIMITS = {
             "STABLEHLO_SORT|delegate",
             fixed=False,
         ),
+        "SpatialAttention": None,
         "every layer": Limit("Fixed lengths only, says Keras of PyTorch.", "."),
     },
     ("torch", "torch"): {
@@ -303,13 +305,22 @@ LIMITS = {
         "LSHAttention": Limit(
             "TensorFlow's converter cannot turn a `where` of more than four "
             "axes into operations of LiteRT.",
-            "SelectV2|select_v2",
+            "Flex delegate|SelectV2|select_v2",
             fixed=False,
         ),
-        "LongformerAttention": Limit(
-            "Fixed lengths only: with others, LiteRT needs TensorFlow's own "
-            "operations, which its interpreter for Python lacks.",
-            "Flex delegate",
+        **dict.fromkeys(
+            (
+                "LongformerAttention",
+                "MultiHeadAttention",
+                "TopKAttention",
+                "SingleHeadAttention",
+                "TransformerBlock",
+            ),
+            Limit(
+                "Fixed lengths only: with others, LiteRT needs TensorFlow's "
+                "own operations, which its interpreter for Python lacks.",
+                "Flex delegate",
+            ),
         ),
         "SHARNNBlock": Limit(
             "The loop of `keras.layers.LSTM` needs operations of TensorFlow "
@@ -336,7 +347,7 @@ LIMITS = {
         "LongformerAttention": Limit(ARANGE, "arange", fixed=False),
         "StridedSparseAttention": Limit(ARANGE, "arange", fixed=False),
         "FixedSparseAttention": Limit(ARANGE, "arange", fixed=False),
-        "LSHAttention": Limit(ARANGE, "arange", fixed=False),
+        "LSHAttention": Limit(SYMBOLIC, "Symbolic dimension", fixed=False),
         "SHARNNBlock": Limit(ARANGE, "arange", fixed=False),
         "LinformerAttention": Limit(f"Fixed lengths only: {ARANGE}", "arange"),
         **dict.fromkeys(
@@ -353,9 +364,8 @@ LIMITS = {
             ),
         ),
         "SlidingWindowAttention": Limit(
-            "Fixed lengths only: jax2onnx takes equal symbolic lengths "
-            "for different ones.",
-            "non-concatenated dimensions",
+            f"Fixed lengths only: {SYMBOLIC}",
+            "Symbolic dimension",
         ),
         "Synthesizer": Limit(
             "Fixed lengths only: jax2onnx cannot reshape symbolic lengths.",
