@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_attn import layers
 from keras_attn import models
 from tests.__main__ import BACKENDS
 from tests.__main__ import ROOT
@@ -30,6 +31,17 @@ def examples():
         yield str(example), example.model(), example.inputs()
     tokens = np.random.default_rng(0).integers(7, size=(2, 11))
     yield "SHARNN", models.SHARNN(7, 6, 12, num_layers=2), tokens
+    transformer = models.Transformer(
+        vocabulary_size=7,
+        hidden_dim=6,
+        num_layers=2,
+        attention=lambda depth: layers.LinearAttention(2, 3),
+        max_length=11,
+        head="tokens",
+    )
+    yield "Transformer", transformer, tokens
+    images = np.random.default_rng(0).normal(size=(2, 32, 32, 3))
+    yield "CBAMResNet", models.CBAMResNet(18, classes=3), images
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ def pad_axis(x, before, after, axis, value=0):
         if isinstance(count, int) and count == 0:
             return []
         sizes = (*shape[:axis], count, *shape[axis + 1 :])
+        if value == 0:  # TorchScript, and so OpenVINO, knows no `full` of bool
+            return [ops.zeros(sizes, dtype=x.dtype)]
         return [ops.full(sizes, value, dtype=x.dtype)]
 
     parts = [*fill(before), x, *fill(after)]
