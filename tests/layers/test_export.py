@@ -180,7 +180,6 @@ ARANGE = (
     "jax2onnx puts an `arange` in place of that of JAX which does not take one "
     "argument, as Keras gives it."
 )
-SYMBOLIC = "jax2onnx asks for a constant in place of a symbolic size."
 RAVEL = (
     "`keras.ops.take` on PyTorch needs `ravel`, which OpenVINO does not know."
 )
@@ -347,7 +346,7 @@ LIMITS = {
         "LongformerAttention": Limit(ARANGE, "arange", fixed=False),
         "StridedSparseAttention": Limit(ARANGE, "arange", fixed=False),
         "FixedSparseAttention": Limit(ARANGE, "arange", fixed=False),
-        "LSHAttention": Limit(SYMBOLIC, "Symbolic dimension", fixed=False),
+        "LSHAttention": Limit(ARANGE, "arange", fixed=False),
         "SHARNNBlock": Limit(ARANGE, "arange", fixed=False),
         "LinformerAttention": Limit(f"Fixed lengths only: {ARANGE}", "arange"),
         **dict.fromkeys(
@@ -358,14 +357,15 @@ LIMITS = {
                 "TransformerBlock",
             ),
             Limit(
-                "Fixed lengths only: jax2onnx cannot pad symbolic lengths, to "
-                "whole blocks of queries.",
-                "Symbolic dimension",
+                "Fixed lengths only: jax2onnx does not know the sizes that "
+                "follow from a symbolic length.",
+                "(?i)symbolic dim",
             ),
         ),
         "SlidingWindowAttention": Limit(
-            f"Fixed lengths only: {SYMBOLIC}",
-            "Symbolic dimension",
+            "Fixed lengths only: jax2onnx takes equal symbolic lengths "
+            "for different ones.",
+            "non-concatenated dimensions",
         ),
         "Synthesizer": Limit(
             "Fixed lengths only: jax2onnx cannot reshape symbolic lengths.",
