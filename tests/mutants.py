@@ -461,8 +461,8 @@ MUTANTS = [
     ),
     (
         "ops/sliding_window.py",
-        "(unseen, 0)",
-        "(0, unseen)",
+        "unseen, 0, axis=3",
+        "0, unseen, axis=3",
         "ops/test_sliding_window.py layers/test_sliding_window_attention.py",
     ),
     (
