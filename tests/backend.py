@@ -2,7 +2,15 @@
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
+
+
+def nightly_but_on(backend):
+    """Marks a long test, that the ordinary run tries on one backend alone."""
+    if keras.backend.backend() == backend:
+        return lambda test: test
+    return pytest.mark.nightly
 
 
 def to_numpy(tensors):

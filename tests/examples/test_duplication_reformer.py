@@ -1,6 +1,8 @@
 import importlib.util
 import pathlib
 
+from tests.backend import nightly_but_on
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
@@ -13,6 +15,7 @@ def load(name):
     return module
 
 
+@nightly_but_on("torch")
 def test_more_rounds_find_more(capsys):
     table = load("duplication_reformer").main(["--quick"])
     (row,) = table.values()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import keras_attn
+from tests.backend import nightly_but_on
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "examples"
 PROGRAM = PROGRAM / "image_classification_cbam.py"
@@ -61,6 +62,7 @@ def test_marked_digits(tmp_path):
     assert f"{model.count_params():,}" == parameters["CBAM"]
 
 
+@nightly_but_on("torch")
 def test_a_folder_of_images(tmp_path):
     rng = np.random.default_rng(0)
     for name, level in (("dark", 60), ("light", 190)):

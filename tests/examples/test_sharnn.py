@@ -3,6 +3,8 @@ import pathlib
 import subprocess
 import sys
 
+from tests.backend import nightly_but_on
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
@@ -24,6 +26,7 @@ def run_quickly(name, tmp_path):
     return result.stdout.splitlines()
 
 
+@nightly_but_on("tensorflow")
 def test_memory_decides_how_much_is_recalled(tmp_path):
     lines = run_quickly("memory_probe_sharnn.py", tmp_path)
     rows = [line.split() for line in lines]
@@ -37,6 +40,7 @@ def test_memory_decides_how_much_is_recalled(tmp_path):
     assert abs(accuracy[6] - 0.5) < 0.08
 
 
+@nightly_but_on("tensorflow")
 def test_language_model_learns(tmp_path):
     lines = run_quickly("language_model_sharnn.py", tmp_path)
     rows = [line.split() for line in lines]

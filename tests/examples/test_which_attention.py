@@ -1,8 +1,10 @@
 import json
 
+from tests.backend import nightly_but_on
 from tests.examples.test_duplication_reformer import load
 
 
+@nightly_but_on("torch")
 def test_compares_mechanisms_on_tasks(tmp_path, capsys):
     arguments = ["--quick", "--outputs", str(tmp_path)]
     arguments += ["--mechanisms", "linear", "--tasks", "copy", "recall"]
