@@ -690,6 +690,25 @@ MUTANTS = [
         "        pass\n",
         "models/test_swap_attention.py",
     ),
+    # padding
+    (
+        "ops/padding.py",
+        "[*fill(before), x, *fill(after)]",
+        "[*fill(after), x, *fill(before)]",
+        "ops/test_padding.py",
+    ),
+    (
+        "ops/padding.py",
+        "value == 0",
+        "True",
+        "ops/test_padding.py",
+    ),
+    (
+        "ops/padding.py",
+        "dtype=x.dtype",
+        "dtype='float32'",
+        "ops/test_padding.py",
+    ),
     # sparse transformer
     (
         "ops/sparse_transformer.py",

@@ -13,8 +13,8 @@ from keras_attn.ops.masks import masked_softmax
 from keras_attn.ops.padding import pad_axis
 
 # With so many blocks of queries, parts of them take turns. At 65,536 positions
-# on a CPU this takes a third of the memory, and half of the time; at 16,384 the
-# forward and the backward pass take longer.
+# on a CPU this takes at most half of the memory, and on JAX half of the time;
+# at 16,384 the forward and the backward pass mostly take longer.
 MANY_BLOCKS, PARTS = 192, 16
 
 
@@ -323,13 +323,10 @@ def _attend(
     query, queries = _to_blocks(query, rows), _to_blocks(queries, rows)
     query = at_least_float32(query) / math.sqrt(query.shape[-1])
 
-    arranged = {
-        name: arrange(keys, queries) for name, (_, _, arrange) in sets.items()
-    }
     # the keys that each block has of its own, and those for all blocks
     own, shared = {}, {}
-    for name, (layout, _, _) in sets.items():
-        (own if "c" in layout else shared)[name] = arranged[name]
+    for name, (layout, _, arrange) in sets.items():
+        (own if "c" in layout else shared)[name] = arrange(keys, queries)
 
     def attend(query, queries, own):
         tensors = {**own, **shared}

@@ -1,10 +1,13 @@
 """Compiled models of every layer, and how often they are compiled."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
+from keras_attn.layers import LSHAttention
 from tests.backend import run
 from tests.layers.every_layer import LENGTH
 from tests.layers.every_layer import nightly_but
@@ -58,18 +61,21 @@ LENGTHS = (LENGTH, LENGTH, LENGTH, 5, 5, LENGTH, LENGTH)
 
 
 @pytest.mark.support("Compilation", "one trace per length")
-@nightly_but(
-    "Boom" if keras.backend.backend() == "torch" else "MultiHeadAttention"
-)
-def test_one_trace_for_each_length(example):
-    if keras.backend.backend() == "torch":
-        # makes a graph of any length from the second one on
-        counts = count_graphs(example)
-    else:
-        counts = count_traces(example)
-        assert counts[5] == 0
+@nightly_but("MultiHeadAttention")
+def test_one_trace_for_each_length(example, unsupported):
+    is_torch = keras.backend.backend() == "torch"
+    counts = (count_graphs if is_torch else count_traces)(example)
     assert counts[0] >= 1
     assert counts[2] == counts[4] == counts[6] == 0
+    limit = contextlib.nullcontext()
+    if is_torch and example.cls is LSHAttention:
+        limit = unsupported(
+            "PyTorch compiles parts of it once more when a length comes back "
+            "after another.",
+            AssertionError,
+        )
+    with limit:
+        assert counts[5] == 0
 
 
 def count_traces(example):

@@ -203,7 +203,11 @@ LIMITS = {
             fixed=False,
         ),
         "Synthesizer": Limit(ONE_POSITION, "Not equal"),
-        "TopKAttention": Limit(ONE_POSITION, "Not equal|Concat"),
+        "TopKAttention": Limit(
+            "Fixed batch and length only: for others, PyTorch's exporter joins "
+            "sizes of two integer types, which onnxruntime refuses.",
+            "Concat",
+        ),
         "LinformerAttention": Limit(ONE_POSITION, "aten::ravel"),
         "SingleHeadAttention": Limit(ONE_POSITION, "Gather"),
         "SHARNNBlock": Limit(ONE_POSITION, "Gather"),
@@ -302,9 +306,9 @@ LIMITS = {
     },
     ("tensorflow", "litert"): {
         "LSHAttention": Limit(
-            "TensorFlow's converter cannot turn a `where` of more than four "
-            "axes into operations of LiteRT.",
-            "Flex delegate|SelectV2|select_v2",
+            "Needs operations of TensorFlow, `BitwiseAnd` among them, that "
+            "LiteRT's interpreter for Python lacks.",
+            "Flex delegate",
             fixed=False,
         ),
         **dict.fromkeys(
