@@ -794,6 +794,25 @@ MUTANTS = [
         'start = state["length"] + 1',
         "layers/test_behaviour.py",
     ),
+    # linear attention
+    *(
+        ("ops/linear.py", text, change, "ops/test_linear.py")
+        for text, change in (
+            ("attended, past = attend(", "attended, _ = attend("),
+            ("return [None] * (PARTS + 1)", "return [None] * PARTS"),
+            ("if part[0].shape[1]:", "if part[0].shape[1] > CHUNK_SIZE:"),
+            (
+                "key = key * ops.cast(padding_mask",
+                "key + ops.cast(padding_mask",
+            ),
+            ("[past[:, :, None], sums]", "[0 * past[:, :, None], sums]"),
+            ("sums[:, :, :-1]", "sums[:, :, 1:]"),
+            (
+                "normalizer = heads[..., -1:] + epsilon",
+                "normalizer = heads[..., -1:]",
+            ),
+        )
+    ),
     # LSH attention
     (
         "ops/lsh.py",
@@ -815,20 +834,20 @@ MUTANTS = [
     ),
     (
         "ops/lsh.py",
-        "heads = ops.where(is_alone, own_value, heads)",
-        "",
+        "own = ops.arange(bucket_size) + chunks_before * bucket_size",
+        "own = ops.arange(bucket_size)",
         "ops/test_lsh.py layers/test_lsh_attention.py",
     ),
     (
         "ops/lsh.py",
-        "total = ops.where(is_alone, share, total)",
-        "",
+        "sees = exists | (highest > _SELF)",
+        "sees = exists",
         "ops/test_lsh.py layers/test_lsh_attention.py",
     ),
     (
         "ops/lsh.py",
-        "ops.cast(exists, scores.dtype) + ops.zeros_like(total)",
-        "ops.ones_like(total)",
+        "total = ops.where(sees, total, ops.zeros_like(total))",
+        "",
         "ops/test_lsh.py layers/test_lsh_attention.py",
     ),
     (
@@ -863,8 +882,8 @@ MUTANTS = [
     ),
     (
         "ops/lsh.py",
-        "weights = dropout(ops.cast(weights, value.dtype))",
-        "weights = ops.cast(weights, value.dtype)",
+        "weights = weights if dropout is None else dropout(weights)",
+        "",
         "ops/test_lsh.py layers/test_lsh_attention.py",
     ),
     (

@@ -16,7 +16,9 @@ _MOST_BITS = 20
 # the bucket of padding, behind all others
 _LAST_BUCKET = 2**24
 _NOWHERE = 2**30
-_LOWEST = -1e9
+# scores of a query with itself, which count if there are no others, and of
+# what it does not see
+_SELF, _LOWEST = -1e9, -2e9
 
 
 def lsh_buckets(
@@ -238,9 +240,10 @@ def lsh_attention(
     # what is not there comes after everything
     keys = to_chunks(ops.where(is_real[:, None, None], order, _NOWHERE))
     keys = look(keys, fill=_NOWHERE)[..., None, :]
-    visible = keys < queries
-    if not use_causal_mask:
-        visible = visible | ((keys > queries) & (keys < _NOWHERE))
+    if use_causal_mask:
+        visible = keys < queries
+    else:
+        visible = (keys != queries) & (keys < _NOWHERE)
     if one_bucket:
         labels = to_chunks(_label(buckets, order))
         visible = visible & (labels[..., None] == look(labels)[..., None, :])
@@ -266,10 +269,13 @@ def lsh_attention(
         count = count_visits(*_pair_up_chunks(visits, look))
         count = ops.cast(ops.maximum(count, 1), scores.dtype)
         scores = scores - ops.log(count)
+    # in which column a query finds itself
+    own = ops.arange(bucket_size) + chunks_before * bucket_size
+    columns = ops.arange((chunks_before + 1 + chunks_after) * bucket_size)
+    unseen = ops.where(columns == own[:, None], _SELF, _LOWEST)
+    scores = ops.where(visible, scores, ops.cast(unseen, scores.dtype))
     exists = ops.reshape(is_real, (-1, 1, 1, num_chunks, bucket_size, 1))
-    rounds = _attend_in_rounds(
-        scores, visible, look(value), value, exists, dropout
-    )
+    rounds = _attend_in_rounds(scores, look(value), exists, dropout)
     rounds = _unsort_rows(rounds, slots[..., :length])  # (B, T, N, R, V + 2)
     return ops.cast(_merge_rounds(rounds), value.dtype)
 
@@ -350,40 +356,32 @@ def _label(buckets, order):
     return labels + ops.arange(num_rounds, dtype="int32")[:, None]
 
 
-def _attend_in_rounds(scores, visible, value, own_value, exists, dropout):
+def _attend_in_rounds(scores, value, exists, dropout):
     """Attends in each round by itself.
 
     Args:
         scores: Tensor of shape `(B, N, R, C, W, K)`.
-        visible: Boolean tensor of that shape, whether a query sees a key.
         value: Tensor of shape `(B, N, R, C, K, V)`.
-        own_value: Tensor of shape `(B, N, R, C, W, V)`, what queries see that
-            see nothing else.
         exists: Boolean tensor of shape `(B, 1, 1, C, W, 1)`, `False` for
-            padding, which does not even see that.
+            padding, which does not even see itself.
         dropout: Callable applied to the attention weights, or `None`.
 
     Returns:
         Tensor of shape `(B, N, R, C, W, V + 2)`: the heads of each round, the
         sum of the exponentials of its scores, and the highest of its scores,
-        which has been subtracted from them.
+        which has been subtracted from them. Where nothing is seen, the sum is
+        zero, and the heads are arbitrary.
     """
-    dropout = (lambda weights: weights) if dropout is None else dropout
-    scores = ops.where(visible, scores, _LOWEST)
     highest = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
-    # to divide heads is cheaper than to divide weights, of which rows that see
-    # nothing have arbitrary ones
+    # to divide heads is cheaper than to divide weights
     weights = ops.exp(scores - highest)
     total = ops.sum(weights, axis=-1, keepdims=True)
-    weights = dropout(ops.cast(weights, value.dtype))
+    weights = ops.cast(weights, value.dtype)
+    weights = weights if dropout is None else dropout(weights)
     heads = ops.einsum("bnrcqk,bnrckv->bnrcqv", weights, value)
     heads = ops.cast(heads, scores.dtype) / total
-    # if there is nothing else in any round, this share of it counts
-    is_alone = highest <= _LOWEST
-    share = ops.cast(exists, scores.dtype) + ops.zeros_like(total)
-    own_value = ops.cast(own_value, scores.dtype) * dropout(share)
-    heads = ops.where(is_alone, own_value, heads)
-    total = ops.where(is_alone, share, total)
+    sees = exists | (highest > _SELF)
+    total = ops.where(sees, total, ops.zeros_like(total))
     return ops.concatenate([heads, total, highest], axis=-1)
 
 
@@ -441,7 +439,7 @@ def _unit_keys(query):
     size = query.shape[-1]
     # not `ops.mean`, which gives float32 for float64 on PyTorch
     mean = ops.sum(ops.square(query), axis=-1, keepdims=True) / size
-    return query * ops.rsqrt(mean + 1e-6) / math.sqrt(size)
+    return query * (ops.rsqrt(mean + 1e-6) / math.sqrt(size))
 
 
 def _sort_rows(x, order):

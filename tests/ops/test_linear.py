@@ -1,9 +1,11 @@
 import functools
 
+import keras
 import numpy as np
 import pytest
 from keras import ops
 
+from keras_attn.ops import linear
 from keras_attn.ops import linear_attention
 from keras_attn.ops import positive_random_features
 from tests import golden
@@ -73,6 +75,55 @@ def test_matches_reference(length, keys, feature_map, use_causal_mask):
     )
     np.testing.assert_allclose(output, expected[0], rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(scores, expected[1], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [512, 600])  # of 8 parts, and a rest of 88
+@pytest.mark.parametrize("has_state", [False, True])
+def test_parts_of_long_sequences_give_the_same(length, has_state, monkeypatch):
+    inputs = heads(length)
+    mask = np.arange(length) % 7 != 3
+    mask = np.stack([mask, np.arange(length) > 70])
+    state = None
+    if has_state:
+        rng = np.random.default_rng(1)
+        state = {
+            "key_value_sum": ops.convert_to_tensor(
+                rng.random((2, 3, 5, 7)), "float32"
+            ),
+            "key_sum": ops.convert_to_tensor(rng.random((2, 3, 5)), "float32"),
+        }
+
+    def attend(query, key, value, mask):
+        result = linear_attention(
+            *(query, key, value),
+            padding_mask=mask,
+            use_causal_mask=True,
+            state=state,
+        )
+        return result if has_state else (result, {})
+
+    def slopes(*x):
+        return gradients(
+            lambda *x: ops.square(attend(*x, ops.convert_to_tensor(mask))[0]),
+            *x,
+        )
+
+    whole = run(lambda *x: attend(*x), *inputs, mask), slopes(*inputs)
+    calls = []
+    attend_once = linear._attend
+    monkeypatch.setattr(linear, "MANY_POSITIONS", 512)
+    monkeypatch.setattr(
+        linear,
+        "_attend",
+        lambda *args, **kwargs: calls.append(1) or attend_once(*args, **kwargs),
+    )
+    parts = run(lambda *x: attend(*x), *inputs, mask), slopes(*inputs)
+    assert len(calls) == 2 * (8 if length == 512 else 9)
+    keras.tree.map_structure(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
+        whole,
+        parts,
+    )
 
 
 def test_weights_of_a_case_worked_by_hand():
