@@ -78,7 +78,12 @@ def count_visits(
 CASES = [(13, options) for options in OPTIONS] + [
     (length, options)
     for length in (1, 3, 8)  # one chunk, less than that, and two of them
-    for options in ({}, {"wrap": True}, {"prefix_consistent": True})
+    for options in (
+        {},
+        {"wrap": True},
+        {"wrap": True, "attend_across_buckets": False},
+        {"prefix_consistent": True},
+    )
 ]
 
 
