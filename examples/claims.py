@@ -170,7 +170,7 @@ def copy(args, report):
         ),
     }
     length = 2 * (args.length // 4)
-    budgets = [args.steps // 2, args.steps, 2 * args.steps]
+    budgets = [args.steps // 4, args.steps // 2, args.steps]
     table = Table(title=f"copy of {length // 2} symbols: right, in percent")
     table.add_column("attention")
     for steps in budgets:
@@ -410,7 +410,7 @@ def sparsity(args, report):
 
 
 STUDIES = {
-    "copy": (copy, lambda steps: 4 * (steps // 2 + steps + 2 * steps)),
+    "copy": (copy, lambda steps: 4 * (steps // 4 + steps // 2 + steps)),
     "reach": (reach, lambda steps: 5),
     "rank": (rank, lambda steps: 6 * steps),
     "synthesizers": (synthesizers, lambda steps: 10 * steps),
