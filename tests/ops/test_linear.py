@@ -12,6 +12,7 @@ from tests import golden
 from tests import memory
 from tests import reference
 from tests.backend import compiled
+from tests.backend import few
 from tests.backend import gradients
 from tests.backend import run
 from tests.backend import to_numpy
@@ -77,8 +78,10 @@ def test_matches_reference(length, keys, feature_map, use_causal_mask):
     np.testing.assert_allclose(scores, expected[1], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("length", [512, 600])  # of 8 parts, and a rest of 88
-@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize(
+    ("length", "has_state"),  # 600 leave a rest of 88 to 8 parts
+    few([(600, True), (512, True), (600, False), (512, False)]),
+)
 def test_parts_of_long_sequences_give_the_same(length, has_state, monkeypatch):
     inputs = heads(length)
     mask = np.arange(length) % 7 != 3
