@@ -170,7 +170,7 @@ def copy(args, report):
         ),
     }
     length = 2 * (args.length // 4)
-    budgets = [args.steps // 4, args.steps // 2, args.steps]
+    budgets = [args.steps // 2, args.steps, 2 * args.steps]
     table = Table(title=f"copy of {length // 2} symbols: right, in percent")
     table.add_column("attention")
     for steps in budgets:
@@ -410,7 +410,7 @@ def sparsity(args, report):
 
 
 STUDIES = {
-    "copy": (copy, lambda steps: 4 * (steps // 4 + steps // 2 + steps)),
+    "copy": (copy, lambda steps: 4 * (steps // 2 + steps + 2 * steps)),
     "reach": (reach, lambda steps: 5),
     "rank": (rank, lambda steps: 6 * steps),
     "synthesizers": (synthesizers, lambda steps: 10 * steps),
@@ -426,7 +426,7 @@ def parse(arguments):
     add = parser.add_argument
     add("studies", nargs="*", metavar="study", help=", ".join(STUDIES))
     add("--length", type=int, default=128, help="of the sequences")
-    add("--steps", type=int, default=800, help="of training for each row")
+    add("--steps", type=int, default=400, help="of training for each row")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="a few steps, to see it work")
     args = parser.parse_args(arguments)

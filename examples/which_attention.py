@@ -351,7 +351,7 @@ def draw(rows, args, path):
         axis.barh(places, values, color=color, height=0.7)
         for place, row in zip(places, rows, strict=True):
             if task not in row["accuracy"]:
-                axis.text(0.03, place, "no causal form", va="center")
+                axis.text(0.1, place, "no causal form", va="center")
         axis.axvline(chances[task], color="black", ls=":", lw=1)
         axis.text(
             chances[task],

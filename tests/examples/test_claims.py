@@ -22,7 +22,7 @@ def test_two_layers_reach_everything(capsys):
         assert float(one) < 40
         assert two == three == outputs == "100.0"
     keys, one, two, three, outputs = rows["window of as many keys"]
-    assert outputs == two and float(three) < 90
+    assert outputs == two and float(three) < 95
     assert "strided" in capsys.readouterr().out
 
 
