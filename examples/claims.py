@@ -1,7 +1,7 @@
 """What the papers claim, tried at a size that a laptop can train.
 
     pip install keras_attn[jax,examples]
-    KERAS_BACKEND=jax python examples/claims.py            # all, 10 minutes
+    KERAS_BACKEND=jax python examples/claims.py            # all of them
     KERAS_BACKEND=jax python examples/claims.py rank
     KERAS_BACKEND=jax python examples/claims.py copy --quick
 
