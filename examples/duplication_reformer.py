@@ -36,9 +36,9 @@ class Positions(keras.layers.Layer):
         return inputs + self.vectors
 
 
-def sequences(count, word_length, rng):
+def sequences(count, word_length, rng, symbols=SYMBOLS):
     """Draws inputs and targets; a target of -1 cannot be foretold."""
-    words = rng.integers(1, SYMBOLS, size=(count, word_length))
+    words = rng.integers(1, symbols, size=(count, word_length))
     zeros = np.zeros((count, 1), "int64")
     whole = np.concatenate([zeros, words, zeros, words], axis=1)
     inputs, targets = whole[:, :-1], whole[:, 1:].copy()

@@ -834,8 +834,8 @@ MUTANTS = [
     ),
     (
         "ops/lsh.py",
-        "own = ops.arange(bucket_size) + chunks_before * bucket_size",
-        "own = ops.arange(bucket_size)",
+        'own = ops.arange(bucket_size, dtype="int32") + chunks_before',
+        'own = ops.arange(bucket_size, dtype="int32") + 0 * chunks_before',
         "ops/test_lsh.py layers/test_lsh_attention.py",
     ),
     (

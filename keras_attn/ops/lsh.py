@@ -235,7 +235,8 @@ def lsh_attention(
         _with_neighbours, before=chunks_before, after=chunks_after, wrap=wrap
     )
     num_real = ops.sum(ops.cast(padding_mask, "int32"), axis=1)
-    is_real = ops.arange(num_chunks * bucket_size) < num_real[:, None]
+    all_slots = ops.arange(num_chunks * bucket_size, dtype="int32")
+    is_real = all_slots < num_real[:, None]
     queries = to_chunks(order)[..., None]
     # what is not there comes after everything
     keys = to_chunks(ops.where(is_real[:, None, None], order, _NOWHERE))
@@ -270,10 +271,13 @@ def lsh_attention(
         count = ops.cast(ops.maximum(count, 1), scores.dtype)
         scores = scores - ops.log(count)
     # in which column a query finds itself
-    own = ops.arange(bucket_size) + chunks_before * bucket_size
-    columns = ops.arange((chunks_before + 1 + chunks_after) * bucket_size)
-    unseen = ops.where(columns == own[:, None], _SELF, _LOWEST)
-    scores = ops.where(visible, scores, ops.cast(unseen, scores.dtype))
+    own = ops.arange(bucket_size, dtype="int32") + chunks_before * bucket_size
+    width = (chunks_before + 1 + chunks_after) * bucket_size
+    columns = ops.arange(width, dtype="int32")
+    is_self = ops.cast(columns == own[:, None], scores.dtype)
+    # not chosen from two numbers, which `floatx()` may make infinite
+    unseen = _LOWEST + (_SELF - _LOWEST) * is_self
+    scores = ops.where(visible, scores, unseen)
     exists = ops.reshape(is_real, (-1, 1, 1, num_chunks, bucket_size, 1))
     rounds = _attend_in_rounds(scores, look(value), exists, dropout)
     rounds = _unsort_rows(rounds, slots[..., :length])  # (B, T, N, R, V + 2)

@@ -3,12 +3,14 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import keras
 import pytest
 
 import benchmark
 from benchmarks import report
+from benchmarks import worker
 
 PROGRAM = pathlib.Path(benchmark.__file__)
 
@@ -175,3 +177,14 @@ def test_slopes():
 def test_crossover(seconds, words):
     plain = _rows("keras", {1000: 1.0, 4000: 16.0})
     assert report.crossover(plain, _rows("x", seconds), "cpu") == words
+
+
+def test_what_a_longer_call_leaves_behind_is_not_charged_to_the_next():
+    job = {"batch_size": 1, "causal": False, "dtype": "float32"}
+    entry = worker.Entry("linear", 32, job)
+    calls = []
+    entry.call = lambda: calls.append(time.sleep(2 * worker.SHORTEST))
+    assert entry.measure(before=1.0)["wall"] < 1.0
+    assert len(calls) == 2  # of which the first is not timed
+    entry.measure(before=worker.SHORTEST / 2)
+    assert len(calls) == 3

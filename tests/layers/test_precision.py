@@ -160,3 +160,21 @@ def test_float64_has_the_digits_of_float64(example, unsupported):
             compare()
     else:
         compare()
+
+
+@nightly_but("LSHAttention")
+def test_floatx_does_not_reach_a_layer_of_its_own_dtype(example):
+    layer = example.built(dtype="float32")
+    x = np.random.default_rng(0).normal(size=example.shape(LENGTH, 2))
+    x = ops.convert_to_tensor(x, dtype="float32")
+    expected = to_numpy(layer(x))
+    keras.config.set_floatx("float16")
+    try:
+        actual = to_numpy(layer(x))
+    finally:
+        keras.config.set_floatx("float32")
+    keras.tree.map_structure(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6),
+        actual,
+        expected,
+    )
