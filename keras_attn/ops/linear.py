@@ -1,6 +1,5 @@
 """Linear attention (https://arxiv.org/abs/2006.16236)."""
 
-import functools
 import math
 
 from keras import ops
@@ -8,17 +7,11 @@ from keras import ops
 from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import check_equal_lengths
 from keras_attn.ops.padding import pad_axis
+from keras_attn.ops.parts import split_positions
 
 # Pairs of positions are scored within a chunk of this size, and summed up
 # beyond it. 64 and 128 are equally fast, and faster than 32 or 256.
 CHUNK_SIZE = 64
-# Causal sequences of so many positions are read in so many parts, one after
-# the other. An array of 32 MiB or more is fresh memory from the operating
-# system each time, which costs more than what is computed in it: at 32,768
-# positions of 8 heads of 64, forward and backward in parts take 0.4 of the time
-# on PyTorch, 0.7 on JAX and 0.9 on TensorFlow.
-MANY_POSITIONS = 8192
-PARTS = 8
 
 
 def _elu_feature_map(x):
@@ -118,71 +111,41 @@ def linear_attention(
     is_causal = use_causal_mask or state is not None
     if is_causal:
         check_equal_lengths("`use_causal_mask`", query, key)
-    attend = functools.partial(
-        _attend,
-        feature_map=FEATURE_MAPS.get(feature_map, feature_map),
-        epsilon=epsilon,
-        is_causal=is_causal,
-        return_attention_scores=return_attention_scores,
-    )
-    past = _join(state)
-    length = query.shape[1]
-    is_long = isinstance(length, int) and length >= MANY_POSITIONS
-    if is_causal and is_long and not return_attention_scores:
-        heads, total = _attend_in_parts(
-            attend, past, query, key, value, padding_mask
-        )
+    phi = FEATURE_MAPS.get(feature_map, feature_map)
+    past = total = _join(state)
+    queries = split_positions(query, multiple=CHUNK_SIZE)
+    queries = (_query_features(*part, phi) for part in queries)
+    keys = split_positions(key, value, padding_mask, multiple=CHUNK_SIZE)
+    keys = (_key_features(*part, phi) for part in keys)
+    parts = []
+    if is_causal:
+        for query_part, key_part in zip(queries, keys, strict=True):
+            heads, total = _causal(query_part, *key_part, total)
+            parts.append(_normalize(heads, epsilon, query.dtype))
     else:
-        heads, total, *scores = attend(query, key, value, padding_mask, past)
+        total = sum(_outer_sum(*part) for part in keys)
+        for part in queries:
+            heads = ops.matmul(part, total)
+            parts.append(_normalize(heads, epsilon, query.dtype))
+    heads = ops.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
     results = [heads if dropout is None else dropout(heads)]
     if return_attention_scores:
-        results += scores
+        features = _query_features(query, phi)
+        key, _ = _key_features(key, value, padding_mask, phi)
+        scores = _scores(features, key, past, epsilon, is_causal)
+        results.append(ops.cast(scores, query.dtype))
     if state is not None:
         results.append(_split(total))
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _attend_in_parts(attend, past, *tensors):
-    """Attends causally, part after part of the tensors `(B, T, ...)`."""
-    length = tensors[0].shape[1]
-    size = length // PARTS // CHUNK_SIZE * CHUNK_SIZE
-    whole = PARTS * size
-
-    def cut(x):
-        if x is None:
-            return [None] * (PARTS + 1)
-        # one split, since on PyTorch the gradient of each slice is as long as x
-        parts = ops.split(x[:, :whole], PARTS, axis=1)
-        return [*parts, x[:, whole:]]
-
-    heads = []
-    for part in zip(*(cut(x) for x in tensors), strict=True):
-        if part[0].shape[1]:
-            attended, past = attend(*part, past)
-            heads.append(attended)
-    return ops.concatenate(heads, axis=1), past
+def _query_features(query, feature_map):
+    """Features `(B, N, T, D)` of queries `(B, T, N, H)`."""
+    return ops.transpose(feature_map(at_least_float32(query)), (0, 2, 1, 3))
 
 
-def _attend(
-    query,
-    key,
-    value,
-    padding_mask,
-    past,
-    feature_map,
-    epsilon,
-    is_causal,
-    return_attention_scores,
-):
-    """Attends to the keys, and if causal to those summed up in `past`.
-
-    Returns:
-        Tuple of the heads `(B, T, N, V)` and the sum of the outer products of
-        keys and values `(B, N, D, V + 1)`, `past` included. If asked for, of
-        the weights `(B, N, T, S)`, too.
-    """
-    dtype = query.dtype
-    query = feature_map(at_least_float32(query))
+def _key_features(key, value, padding_mask, feature_map):
+    """Features `(B, N, S, D)` of keys, and values `(B, N, S, V + 1)`."""
     key = feature_map(at_least_float32(key))
     if padding_mask is not None:
         # not of the key, for the features of a zero are not zero
@@ -190,22 +153,23 @@ def _attend(
     # a column of ones sums up the normaliser along with the values
     value = at_least_float32(value)
     value = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
-    query, key, value = (
-        ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value)
-    )  # (B, N, T, ...)
-    if is_causal:
-        heads, total = _causal(query, key, value, past)
-    else:
-        total = _outer_sum(key, value)
-        heads = ops.matmul(query, total)
-    normalizer = heads[..., -1:] + epsilon
-    heads = ops.transpose(heads[..., :-1] / normalizer, (0, 2, 1, 3))
-    results = [ops.cast(heads, dtype), total]
-    if return_attention_scores:
-        scores = ops.matmul(query, ops.swapaxes(key, -1, -2))
-        scores = ops.tril(scores) if is_causal else scores
-        results.append(ops.cast(scores / normalizer, dtype))
-    return tuple(results)
+    return (ops.transpose(x, (0, 2, 1, 3)) for x in (key, value))
+
+
+def _normalize(heads, epsilon, dtype):
+    """Divides `(B, N, T, V + 1)` by its last column: `(B, T, N, V)`."""
+    heads = heads[..., :-1] / (heads[..., -1:] + epsilon)
+    return ops.cast(ops.transpose(heads, (0, 2, 1, 3)), dtype)
+
+
+def _scores(query, key, past, epsilon, is_causal):
+    """Weights `(B, N, T, S)` of features, beside what `past` sums up."""
+    scores = ops.matmul(query, ops.swapaxes(key, -1, -2))
+    scores = ops.tril(scores) if is_causal else scores
+    normalizer = ops.sum(scores, axis=-1, keepdims=True) + epsilon
+    if past is not None:
+        normalizer = normalizer + ops.matmul(query, past[..., -1:])
+    return scores / normalizer
 
 
 def _causal(query, key, value, past=None):

@@ -9,6 +9,7 @@ from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import check_equal_lengths
 from keras_attn.ops.masks import masked_softmax
 from keras_attn.ops.padding import pad_axis
+from keras_attn.ops.parts import attend_by_heads
 
 # columns that are enough for 2 ** 20 buckets, the most that there may be
 AUTOMATIC_COLUMNS = 64
@@ -51,6 +52,15 @@ def lsh_buckets(
         ops.stop_gradient(at_least_float32(ops.convert_to_tensor(x)))
         for x in (query, rotations)
     )
+
+    def hash_heads(_, query, rotations):
+        return _hash(query, rotations, num_buckets, bucket_size, padding_mask)
+
+    return attend_by_heads(hash_heads, (query, rotations), (2, 0), 1)
+
+
+def _hash(query, rotations, num_buckets, bucket_size, padding_mask):
+    """Hashes a few heads; the arguments are those of `lsh_buckets()`."""
     rotated = ops.einsum("btnh,nhrk->bnrtk", query, rotations)
     if num_buckets is not None:
         if isinstance(num_buckets, int):
@@ -172,6 +182,49 @@ def lsh_attention(
     """
     if prefix_consistent and not use_causal_mask:
         raise ValueError("`prefix_consistent` needs `use_causal_mask`.")
+    options = {
+        "bucket_size": bucket_size,
+        "chunks_before": chunks_before,
+        "chunks_after": chunks_after,
+        "wrap": wrap,
+        "attend_across_buckets": attend_across_buckets,
+        "allow_duplicates": allow_duplicates,
+        "prefix_consistent": prefix_consistent,
+        "padding_mask": padding_mask,
+        "use_causal_mask": use_causal_mask,
+        "key": key,
+        "start": start,
+        "dropout": dropout,
+        "return_attention_scores": return_attention_scores,
+    }
+    if return_attention_scores or key is not None:
+        return _attend(query, value, buckets, **options)
+    return attend_by_heads(
+        lambda _, *tensors: _attend(*tensors, **options),
+        (query, value, buckets),
+        (2, 2, 1),
+    )
+
+
+def _attend(
+    query,
+    value,
+    buckets,
+    bucket_size,
+    chunks_before,
+    chunks_after,
+    wrap,
+    attend_across_buckets,
+    allow_duplicates,
+    prefix_consistent,
+    padding_mask,
+    use_causal_mask,
+    key,
+    start,
+    dropout,
+    return_attention_scores,
+):
+    """Attends with a few heads; the arguments are those of the above."""
     score_all_pairs = return_attention_scores or key is not None
     key = query if key is None else key
     check_equal_lengths("`lsh_attention`", key, value)

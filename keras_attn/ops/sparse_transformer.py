@@ -3,7 +3,6 @@
 import functools
 import math
 
-import keras
 from keras import ops
 
 from keras_attn.ops.dot_product import dot_product_attention
@@ -11,11 +10,7 @@ from keras_attn.ops.masks import at_least_float32
 from keras_attn.ops.masks import check_equal_lengths
 from keras_attn.ops.masks import masked_softmax
 from keras_attn.ops.padding import pad_axis
-
-# With so many blocks of queries, parts of them take turns. At 65,536 positions
-# on a CPU this takes at most half of the memory, and on JAX half of the time;
-# at 16,384 the forward and the backward pass mostly take longer.
-MANY_BLOCKS, PARTS = 192, 16
+from keras_attn.ops.parts import attend_by_heads
 
 
 def strided_sparse_attention(
@@ -94,7 +89,7 @@ def strided_sparse_attention(
     def is_strided(queries, keys):
         return (queries - keys) % stride == 0
 
-    def to_neighbours(keys, queries):
+    def to_neighbours(keys, queries, _):
         if start is None:
             both_sides = not use_causal_mask
             return [
@@ -104,7 +99,7 @@ def strided_sparse_attention(
         reach = ops.arange(1 - stride, rows, dtype="int32")
         return _take_keys(keys, queries[0, :, :1] + reach)
 
-    def to_columns(keys, queries):
+    def to_columns(keys, queries, _):
         if start is None:
             return [_to_blocks(x, stride) for x in keys]
         num_blocks = (ops.shape(key)[1] + stride - 1) // stride
@@ -225,19 +220,17 @@ def _fixed_sparse_attention(
     """
     rows = _rows_per_block(query, block_size)
     start = options["start"]
-    if len(set(starts)) == 1:
-        starts = starts[:1]
 
     def is_local(queries, keys):
         return queries // block_size == keys // block_size
 
     def is_summary(queries, keys):
-        offsets = keys % block_size - ops.reshape(
-            ops.convert_to_tensor(starts, dtype="int32"), (-1, 1, 1, 1)
-        )
+        first = starts[:1] if len(set(starts)) == 1 else starts
+        first = ops.convert_to_tensor(first, dtype="int32")
+        offsets = keys % block_size - ops.reshape(first, (-1, 1, 1, 1))
         return (offsets >= 0) & (offsets < num_summary)
 
-    def to_own_block(keys, queries):
+    def to_own_block(keys, queries, _):
         if start is None:
             return [_to_blocks(x, block_size) for x in keys]
         # rows that begin inside a block reach into the next one
@@ -245,9 +238,11 @@ def _fixed_sparse_attention(
         first = queries[0, :, :1] // block_size * block_size
         return _take_keys(keys, first + ops.arange(size, dtype="int32"))
 
-    def to_summaries(keys, queries):
+    def to_summaries(keys, _, heads):
         return [
-            _slice_summaries(_to_blocks(x, block_size), starts, num_summary)
+            _slice_summaries(
+                _to_blocks(x, block_size), starts[heads], num_summary
+            )
             for x in keys
         ]
 
@@ -279,8 +274,8 @@ def _attend(
         value: Tensor of shape `(B, S, N, V)`.
         sets: Dictionary that gives for each set of keys the letters of their
             layout in `ops.einsum`, a function `is_in_set(queries, keys)` of
-            positions, and a function `arrange(keys, queries)` that brings the
-            tensors of the keys into the layout.
+            positions, and a function `arrange(keys, queries, heads)` that
+            brings the tensors of the keys of these heads into the layout.
         heads: The name of a set, or `"merged"` for the union of all.
         rows: Number of queries in a block.
         padding_mask: As in the functions above, and so are the others.
@@ -319,73 +314,46 @@ def _attend(
         )
     if padding_mask is None:
         padding_mask = ops.ones_like(positions, dtype="bool")
-    keys = (positions, ops.cast(padding_mask, "bool"), key, value)
-    query, queries = _to_blocks(query, rows), _to_blocks(queries, rows)
-    query = at_least_float32(query) / math.sqrt(query.shape[-1])
+    shared = positions, ops.cast(padding_mask, "bool")
+    blocks = _to_blocks(queries, rows)
+    all_heads = slice(0, query.shape[2])
+    masks = []
+    for index, (layout, _, arrange) in enumerate(sets.values()):
+        keys, mask = arrange(shared, blocks, all_heads)
+        pairs = blocks[:, None, :, :, None], _align(keys, layout)
+        is_new = _is_visible(rules[index : index + 1], *pairs, use_causal_mask)
+        if index:
+            # a key weighs once, be it in many sets
+            is_old = _is_visible(rules[:index], *pairs, use_causal_mask)
+            is_new = is_new & ops.logical_not(is_old)
+        masks.append(is_new & _align(mask, layout))
+    mask = _concatenate_masks(masks)  # (B, N, C, W, K)
 
-    # the keys that each block has of its own, and those for all blocks
-    own, shared = {}, {}
-    for name, (layout, _, arrange) in sets.items():
-        (own if "c" in layout else shared)[name] = arrange(keys, queries)
-
-    def attend(query, queries, own):
-        tensors = {**own, **shared}
-        scores, masks = [], []
-        for index, (name, (layout, _, _)) in enumerate(sets.items()):
-            positions, mask, key, _ = tensors[name]
-            key = at_least_float32(key)
-            scores.append(ops.einsum(f"bcwnh,{layout}->bncwk", query, key))
-            pairs = queries[:, None, :, :, None], _align(positions, layout)
-            is_new = _is_visible(
-                rules[index : index + 1], *pairs, use_causal_mask
-            )
-            if index:
-                # a key weighs once, be it in many sets
-                is_old = _is_visible(rules[:index], *pairs, use_causal_mask)
-                is_new = is_new & ops.logical_not(is_old)
-            masks.append(is_new & _align(mask, layout))
-        weights = masked_softmax(
-            ops.concatenate(scores, axis=-1), _concatenate_masks(masks)
-        )
+    def attend(heads, query, key, value, mask):
+        query = at_least_float32(query) / math.sqrt(query.shape[-1])
+        query = _to_blocks(query, rows)
+        scores, values = [], []
+        for layout, _, arrange in sets.values():
+            keys = arrange((*shared, key, value), blocks, heads)[2:]
+            key_part = at_least_float32(keys[0])
+            scores.append(ops.einsum(f"bcwnh,{layout}->bncwk", query, key_part))
+            values.append(keys[1])
+        weights = masked_softmax(ops.concatenate(scores, axis=-1), mask)
         weights = ops.cast(weights, value.dtype)
         weights = weights if dropout is None else dropout(weights)
         output, end = 0, 0
-        for score, (name, (layout, _, _)) in zip(
-            scores, sets.items(), strict=True
+        for score, value, (layout, _, _) in zip(
+            scores, values, sets.values(), strict=True
         ):
             begin, end = end, end + ops.shape(score)[-1]
             output = output + ops.einsum(
                 f"bncwk,{layout.replace('h', 'v')}->bcwnv",
                 weights[..., begin:end],
-                tensors[name][-1],
+                value,
             )
-        return output
+        return _from_blocks(output)[:, :length]
 
-    if dropout is None:
-        output = _in_turns(attend, query, queries, own)
-    else:  # whose random numbers cannot be drawn in turns
-        output = attend(query, queries, own)
-    return _from_blocks(output)[:, :length]
-
-
-def _in_turns(attend, query, queries, own):
-    """Attends with all blocks, or if they are many with a part at a time.
-
-    The output may have more blocks, of padding.
-    """
-    num_blocks = query.shape[1]
-    if not isinstance(num_blocks, int) or num_blocks < MANY_BLOCKS:
-        return attend(query, queries, own)
-    size = (num_blocks + PARTS - 1) // PARTS
-
-    def split(x):
-        batch, _, *rest = ops.shape(x)
-        x = pad_axis(x, 0, PARTS * size - num_blocks, axis=1)
-        return ops.moveaxis(ops.reshape(x, (batch, PARTS, size, *rest)), 1, 0)
-
-    parts = keras.tree.map_structure(split, (query, queries, own))
-    output = ops.moveaxis(ops.map(lambda part: attend(*part), parts), 0, 1)
-    return _from_blocks(output)
+    return attend_by_heads(attend, (query, key, value, mask), (2, 2, 2, 1))
 
 
 def _is_visible(rules, queries, keys, use_causal_mask):
@@ -466,6 +434,8 @@ def _slice_summaries(x, starts, size):
 
     If there is a start for each head, a tensor without heads gets them.
     """
+    if len(set(starts)) == 1:
+        starts = starts[:1]
     slices = [x[:, :, start : start + size] for start in starts]
     if len(slices) > 1:
         if len(x.shape) > 3:

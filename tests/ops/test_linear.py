@@ -1,18 +1,15 @@
 import functools
 
-import keras
 import numpy as np
 import pytest
 from keras import ops
 
-from keras_attn.ops import linear
 from keras_attn.ops import linear_attention
 from keras_attn.ops import positive_random_features
 from tests import golden
 from tests import memory
 from tests import reference
 from tests.backend import compiled
-from tests.backend import few
 from tests.backend import gradients
 from tests.backend import run
 from tests.backend import to_numpy
@@ -78,55 +75,28 @@ def test_matches_reference(length, keys, feature_map, use_causal_mask):
     np.testing.assert_allclose(scores, expected[1], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("length", "has_state"),  # 600 leave a rest of 88 to 8 parts
-    few([(600, True), (512, True), (600, False), (512, False)]),
-)
-def test_parts_of_long_sequences_give_the_same(length, has_state, monkeypatch):
-    inputs = heads(length)
-    mask = np.arange(length) % 7 != 3
-    mask = np.stack([mask, np.arange(length) > 70])
-    state = None
-    if has_state:
-        rng = np.random.default_rng(1)
-        state = {
-            "key_value_sum": ops.convert_to_tensor(
-                rng.random((2, 3, 5, 7)), "float32"
-            ),
-            "key_sum": ops.convert_to_tensor(rng.random((2, 3, 5)), "float32"),
-        }
-
-    def attend(query, key, value, mask):
-        result = linear_attention(
-            *(query, key, value),
-            padding_mask=mask,
+def test_weights_leave_what_lies_on_earlier_positions():
+    def attend(query, key, value):
+        _, expected = linear_attention(
+            query,
+            key,
+            value,
             use_causal_mask=True,
-            state=state,
+            return_attention_scores=True,
         )
-        return result if has_state else (result, {})
+        state = {
+            "key_value_sum": ops.zeros((2, 3, 5, 7)),
+            "key_sum": ops.zeros((2, 3, 5)),
+        }
+        query, key, value = ([x[:, :4], x[:, 4:]] for x in (query, key, value))
+        for part in zip(query, key, value, strict=True):
+            _, actual, state = linear_attention(
+                *part, state=state, return_attention_scores=True
+            )
+        return actual, expected[:, :, 4:, 4:]
 
-    def slopes(*x):
-        return gradients(
-            lambda *x: ops.square(attend(*x, ops.convert_to_tensor(mask))[0]),
-            *x,
-        )
-
-    whole = run(lambda *x: attend(*x), *inputs, mask), slopes(*inputs)
-    calls = []
-    attend_once = linear._attend
-    monkeypatch.setattr(linear, "MANY_POSITIONS", 512)
-    monkeypatch.setattr(
-        linear,
-        "_attend",
-        lambda *args, **kwargs: calls.append(1) or attend_once(*args, **kwargs),
-    )
-    parts = run(lambda *x: attend(*x), *inputs, mask), slopes(*inputs)
-    assert len(calls) == 2 * (8 if length == 512 else 9)
-    keras.tree.map_structure(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
-        whole,
-        parts,
-    )
+    actual, expected = run(attend, *heads(11))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_weights_of_a_case_worked_by_hand():
