@@ -734,11 +734,23 @@ MUTANTS = [
     ),
     (
         "ops/sparse_transformer.py",
-        "(2, 2, 2, 1))",
-        "(2, 2, 2, 0))",
+        "None if masks_differ else mask_of(all_heads)",
+        "mask_of(slice(0, 1))",
         "ops/test_parts.py",
     ),
     # sparse transformer
+    (
+        "ops/sparse_transformer.py",
+        "num_blocks < MANY_BLOCKS",
+        "True",
+        "ops/test_sparse_transformer.py",
+    ),
+    (
+        "ops/sparse_transformer.py",
+        "        if dropout is None:\n            output = _in_turns",
+        "        if True:\n            output = _in_turns",
+        "ops/test_sparse_transformer.py",
+    ),
     (
         "ops/sparse_transformer.py",
         "return ops.abs(queries - keys) < stride",

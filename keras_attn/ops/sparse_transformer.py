@@ -3,6 +3,7 @@
 import functools
 import math
 
+import keras
 from keras import ops
 
 from keras_attn.ops.dot_product import dot_product_attention
@@ -11,6 +12,10 @@ from keras_attn.ops.masks import check_equal_lengths
 from keras_attn.ops.masks import masked_softmax
 from keras_attn.ops.padding import pad_axis
 from keras_attn.ops.parts import attend_by_heads
+
+# With so many blocks of queries, parts of those of a head take turns, too: at
+# 65,536 positions, XLA holds the scores of many heads at a time.
+MANY_BLOCKS, PARTS = 192, 16
 
 
 def strided_sparse_attention(
@@ -83,10 +88,10 @@ def strided_sparse_attention(
         )
     rows = _rows_per_block(query, stride)
 
-    def is_local(queries, keys):
+    def is_local(queries, keys, _):
         return ops.abs(queries - keys) < stride
 
-    def is_strided(queries, keys):
+    def is_strided(queries, keys, _):
         return (queries - keys) % stride == 0
 
     def to_neighbours(keys, queries, _):
@@ -110,7 +115,7 @@ def strided_sparse_attention(
         "local": ("bcknh", is_local, to_neighbours),
         "strided": ("bkwnh", is_strided, to_columns),
     }
-    return _attend(query, key, value, sets, heads, rows, **options)
+    return _attend(query, key, value, sets, heads, rows, False, **options)
 
 
 def fixed_sparse_attention(
@@ -221,12 +226,11 @@ def _fixed_sparse_attention(
     rows = _rows_per_block(query, block_size)
     start = options["start"]
 
-    def is_local(queries, keys):
+    def is_local(queries, keys, _):
         return queries // block_size == keys // block_size
 
-    def is_summary(queries, keys):
-        first = starts[:1] if len(set(starts)) == 1 else starts
-        first = ops.convert_to_tensor(first, dtype="int32")
+    def is_summary(queries, keys, heads):
+        first = ops.convert_to_tensor(_merge(starts[heads]), dtype="int32")
         offsets = keys % block_size - ops.reshape(first, (-1, 1, 1, 1))
         return (offsets >= 0) & (offsets < num_summary)
 
@@ -250,7 +254,10 @@ def _fixed_sparse_attention(
         "local": ("bcknh", is_local, to_own_block),
         "summary": ("bknh", is_summary, to_summaries),
     }
-    return _attend(query, key, value, sets, heads, rows, **options)
+    masks_differ = len(set(starts)) > 1
+    return _attend(
+        query, key, value, sets, heads, rows, masks_differ, **options
+    )
 
 
 def _attend(
@@ -260,6 +267,7 @@ def _attend(
     sets,
     heads,
     rows,
+    masks_differ,
     padding_mask,
     use_causal_mask,
     start,
@@ -273,11 +281,13 @@ def _attend(
         key: Tensor of shape `(B, S, N, H)`.
         value: Tensor of shape `(B, S, N, V)`.
         sets: Dictionary that gives for each set of keys the letters of their
-            layout in `ops.einsum`, a function `is_in_set(queries, keys)` of
-            positions, and a function `arrange(keys, queries, heads)` that
-            brings the tensors of the keys of these heads into the layout.
+            layout in `ops.einsum`, a function `is_in_set(queries, keys,
+            heads)` of positions, and a function
+            `arrange(keys, queries, heads)` that brings the tensors of the keys
+            of these heads into the layout.
         heads: The name of a set, or `"merged"` for the union of all.
         rows: Number of queries in a block.
+        masks_differ: Whether heads see different keys of a set.
         padding_mask: As in the functions above, and so are the others.
         use_causal_mask: Whether to hide the keys after a query's position.
         start: Position of the first query, or `None`.
@@ -295,12 +305,14 @@ def _attend(
     length = ops.shape(query)[1]
     queries = ops.arange(length, dtype="int32")[None]
     queries = queries if start is None else queries + start
-    positions = ops.arange(ops.shape(key)[1], dtype="int32")[None]
+    places = ops.arange(ops.shape(key)[1], dtype="int32")[None]
+    all_heads = slice(0, query.shape[2])
     if return_attention_scores:
         mask = _is_visible(
             rules,
             queries[:, None, None, :, None],
-            positions[:, None, None, None],
+            places[:, None, None, None],
+            all_heads,
             use_causal_mask,
         )
         return dot_product_attention(
@@ -313,54 +325,101 @@ def _attend(
             return_attention_scores=True,
         )
     if padding_mask is None:
-        padding_mask = ops.ones_like(positions, dtype="bool")
-    shared = positions, ops.cast(padding_mask, "bool")
+        padding_mask = ops.ones_like(places, dtype="bool")
+    positions = places, ops.cast(padding_mask, "bool")
     blocks = _to_blocks(queries, rows)
-    all_heads = slice(0, query.shape[2])
-    masks = []
-    for index, (layout, _, arrange) in enumerate(sets.values()):
-        keys, mask = arrange(shared, blocks, all_heads)
-        pairs = blocks[:, None, :, :, None], _align(keys, layout)
-        is_new = _is_visible(rules[index : index + 1], *pairs, use_causal_mask)
-        if index:
-            # a key weighs once, be it in many sets
-            is_old = _is_visible(rules[:index], *pairs, use_causal_mask)
-            is_new = is_new & ops.logical_not(is_old)
-        masks.append(is_new & _align(mask, layout))
-    mask = _concatenate_masks(masks)  # (B, N, C, W, K)
 
-    def attend(heads, query, key, value, mask):
+    def mask_of(heads):
+        masks = []
+        for index, (layout, _, arrange) in enumerate(sets.values()):
+            keys, mask = arrange(positions, blocks, heads)
+            pairs = blocks[:, None, :, :, None], _align(keys, layout), heads
+            is_new = _is_visible(
+                rules[index : index + 1], *pairs, use_causal_mask
+            )
+            if index:
+                # a key weighs once, be it in many sets
+                is_old = _is_visible(rules[:index], *pairs, use_causal_mask)
+                is_new = is_new & ops.logical_not(is_old)
+            masks.append(is_new & _align(mask, layout))
+        return _concatenate_masks(masks)  # (B, N, C, W, K)
+
+    # made once, unless it would be as large as the scores of all heads
+    shared_mask = None if masks_differ else mask_of(all_heads)
+
+    def attend(heads, query, key, value):
         query = at_least_float32(query) / math.sqrt(query.shape[-1])
         query = _to_blocks(query, rows)
-        scores, values = [], []
-        for layout, _, arrange in sets.values():
-            keys = arrange((*shared, key, value), blocks, heads)[2:]
-            key_part = at_least_float32(keys[0])
-            scores.append(ops.einsum(f"bcwnh,{layout}->bncwk", query, key_part))
-            values.append(keys[1])
-        weights = masked_softmax(ops.concatenate(scores, axis=-1), mask)
-        weights = ops.cast(weights, value.dtype)
-        weights = weights if dropout is None else dropout(weights)
-        output, end = 0, 0
-        for score, value, (layout, _, _) in zip(
-            scores, values, sets.values(), strict=True
-        ):
-            begin, end = end, end + ops.shape(score)[-1]
-            output = output + ops.einsum(
-                f"bncwk,{layout.replace('h', 'v')}->bcwnv",
-                weights[..., begin:end],
-                value,
+        mask = mask_of(heads) if shared_mask is None else shared_mask
+        mask = ops.swapaxes(mask, 1, 2)
+        # the keys that each block has of its own, and those for all blocks
+        own, shared = {}, {}
+        for name, (layout, _, arrange) in sets.items():
+            _, _, *arranged = arrange((*positions, key, value), blocks, heads)
+            (own if "c" in layout else shared)[name] = arranged
+
+        def attend_blocks(query, mask, own):
+            tensors = {**own, **shared}
+            scores = [
+                ops.einsum(
+                    f"bcwnh,{layout}->bncwk",
+                    query,
+                    at_least_float32(tensors[name][0]),
+                )
+                for name, (layout, _, _) in sets.items()
+            ]
+            weights = masked_softmax(
+                ops.concatenate(scores, axis=-1), ops.swapaxes(mask, 1, 2)
             )
+            weights = ops.cast(weights, value.dtype)
+            weights = weights if dropout is None else dropout(weights)
+            output, end = 0, 0
+            for score, (name, (layout, _, _)) in zip(
+                scores, sets.items(), strict=True
+            ):
+                begin, end = end, end + ops.shape(score)[-1]
+                output = output + ops.einsum(
+                    f"bncwk,{layout.replace('h', 'v')}->bcwnv",
+                    weights[..., begin:end],
+                    tensors[name][1],
+                )
+            return output
+
+        if dropout is None:
+            output = _in_turns(attend_blocks, query, mask, own)
+        else:  # whose random numbers cannot be drawn in turns
+            output = attend_blocks(query, mask, own)
         return _from_blocks(output)[:, :length]
 
-    return attend_by_heads(attend, (query, key, value, mask), (2, 2, 2, 1))
+    return attend_by_heads(attend, (query, key, value), (2, 2, 2))
 
 
-def _is_visible(rules, queries, keys, use_causal_mask):
+def _in_turns(attend, query, mask, own):
+    """Attends with all blocks, or if they are many with a part at a time.
+
+    The output may have more blocks, of padding.
+    """
+    num_blocks = query.shape[1]
+    if not isinstance(num_blocks, int) or num_blocks < MANY_BLOCKS:
+        return attend(query, mask, own)
+    size = (num_blocks + PARTS - 1) // PARTS
+
+    def split(x):
+        batch, count, *rest = ops.shape(x)
+        # a mask may be that of all sequences, but never that of all blocks
+        x = pad_axis(x, 0, PARTS * size - count, axis=1)
+        return ops.moveaxis(ops.reshape(x, (batch, PARTS, size, *rest)), 1, 0)
+
+    parts = keras.tree.map_structure(split, (query, mask, own))
+    output = ops.moveaxis(ops.map(lambda part: attend(*part), parts), 0, 1)
+    return _from_blocks(output)
+
+
+def _is_visible(rules, queries, keys, heads, use_causal_mask):
     """Whether keys are in one of the sets, and not in the future."""
     keys = keys + ops.zeros_like(queries)
     visible = functools.reduce(
-        ops.logical_or, (is_in_set(queries, keys) for is_in_set in rules)
+        ops.logical_or, (is_in_set(queries, keys, heads) for is_in_set in rules)
     )
     return visible & (keys <= queries) if use_causal_mask else visible
 
@@ -434,14 +493,17 @@ def _slice_summaries(x, starts, size):
 
     If there is a start for each head, a tensor without heads gets them.
     """
-    if len(set(starts)) == 1:
-        starts = starts[:1]
-    slices = [x[:, :, start : start + size] for start in starts]
+    slices = [x[:, :, start : start + size] for start in _merge(starts)]
     if len(slices) > 1:
         if len(x.shape) > 3:
             slices = [s[:, :, :, head] for head, s in enumerate(slices)]
         slices = [ops.stack(slices, axis=3)]
     return _from_blocks(slices[0])
+
+
+def _merge(starts):
+    """One start for all heads, if it is the same."""
+    return starts[:1] if len(set(starts)) == 1 else starts
 
 
 def _split_heads(attend, kinds, tensors):

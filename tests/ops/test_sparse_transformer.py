@@ -8,6 +8,8 @@ import pytest
 from keras import ops
 
 from keras_attn.ops import fixed_sparse_attention
+from keras_attn.ops import parts
+from keras_attn.ops import sparse_transformer as module
 from keras_attn.ops import strided_sparse_attention
 from tests import golden
 from tests import memory
@@ -310,6 +312,56 @@ def test_half_precision_keeps_scores_in_float32(op, arguments):
     output = run(lambda *x: op(*x, *arguments), *arrays)
     assert output.dtype == "float16"
     np.testing.assert_allclose(output, expected, atol=5e-3)
+
+
+@pytest.mark.parametrize(("op", "arguments"), PATTERNS)
+def test_parts_agree_with_all_blocks_at_once(op, arguments, monkeypatch):
+    arrays = tensors(length=17)  # the last part is not full
+    padding = np.arange(17) < [[15], [17]]
+
+    def attend(*tensors):
+        return ops.square(op(*tensors, *arguments, padding))
+
+    expected = run(attend, *arrays), *gradients(attend, *arrays)
+    monkeypatch.setattr(module, "MANY_BLOCKS", 2)
+    monkeypatch.setattr(module, "PARTS", 4)
+    # new functions, for JAX remembers how it has traced one
+    actual = (
+        run(lambda *x: attend(*x), *arrays),
+        *gradients(lambda *x: attend(*x), *arrays),
+    )
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes"),
+    [(strided_sparse_attention, (3,)), (fixed_sparse_attention, (4, 1, 3))],
+)
+def test_parts_take_less_memory(op, sizes, monkeypatch):
+    def largest_array():
+        return memory.largest_array(
+            lambda *x: op(*x, *sizes, "merged"), *tensors(length=300)
+        )
+
+    all_at_once = largest_array()
+    monkeypatch.setattr(parts, "MANY_POSITIONS", 300)
+    monkeypatch.setattr(module, "MANY_BLOCKS", 2)
+    assert largest_array() < all_at_once / 2
+
+
+@pytest.mark.parametrize(("op", "arguments"), PATTERNS)
+def test_parts_do_not_draw_the_same_dropout(op, arguments, monkeypatch):
+    monkeypatch.setattr(module, "MANY_BLOCKS", 2)
+    sizes = []
+
+    def dropout(weights):
+        sizes.append(weights.shape[2] * weights.shape[3])
+        return weights
+
+    query, key, value = (ops.convert_to_tensor(x) for x in tensors(length=12))
+    op(query, key, value, *arguments, dropout=dropout)
+    assert set(sizes) == {12}
 
 
 def test_two_steps_reach_every_earlier_position():
