@@ -736,7 +736,7 @@ MUTANTS = [
         "ops/sparse_transformer.py",
         "None if masks_differ else mask_of(all_heads)",
         "mask_of(slice(0, 1))",
-        "ops/test_parts.py",
+        "ops/test_sparse_transformer.py",
     ),
     # sparse transformer
     (
