@@ -722,7 +722,7 @@ MUTANTS = [
             ("ops.split(x[:, :whole]", "ops.split(x[:, -whole:]"),
             (", x[:, whole:]]", "]"),
             ("[None] * count", "[None] * PARTS"),
-            ("if x.shape[axis] != num_heads:", "if False:"),
+            ("ops.concatenate(outputs, output_axis)", "outputs[0]"),
             ("num_heads % n == 0", "True"),
         )
     ),

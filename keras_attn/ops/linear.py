@@ -153,7 +153,7 @@ def _key_features(key, value, padding_mask, feature_map):
     # a column of ones sums up the normaliser along with the values
     value = at_least_float32(value)
     value = ops.concatenate([value, ops.ones_like(value[..., :1])], axis=-1)
-    return (ops.transpose(x, (0, 2, 1, 3)) for x in (key, value))
+    return ops.transpose(key, (0, 2, 1, 3)), ops.transpose(value, (0, 2, 1, 3))
 
 
 def _normalize(heads, epsilon, dtype):

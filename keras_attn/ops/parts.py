@@ -60,8 +60,7 @@ def attend_by_heads(attend, tensors, axes, output_axis=2):
         attend: Function of a `slice` of the heads, and of these heads of the
             tensors.
         tensors: Tensors, the first of shape `(B, T, N, H)`.
-        axes: For each tensor the axis of its heads, which may have size 1 if
-            they are the same for all heads.
+        axes: For each tensor the axis of its heads.
         output_axis: The axis of the heads in what `attend` returns.
 
     Returns:
@@ -72,13 +71,10 @@ def attend_by_heads(attend, tensors, axes, output_axis=2):
     if count == 1 or not has_many_positions(tensors[0]):
         return attend(slice(0, num_heads), *tensors)
 
-    def split(x, axis):
-        if x.shape[axis] != num_heads:
-            return [x] * count
-        return ops.split(x, count, axis)
-
     size = num_heads // count
     heads = [slice(i, i + size) for i in range(0, num_heads, size)]
-    parts = [split(x, axis) for x, axis in zip(tensors, axes, strict=True)]
-    parts = [attend(*part) for part in zip(heads, *parts, strict=True)]
-    return ops.concatenate(parts, output_axis)
+    parts = [
+        ops.split(x, count, axis) for x, axis in zip(tensors, axes, strict=True)
+    ]
+    outputs = [attend(*part) for part in zip(heads, *parts, strict=True)]
+    return ops.concatenate(outputs, output_axis)

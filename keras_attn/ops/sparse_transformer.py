@@ -13,9 +13,9 @@ from keras_attn.ops.masks import masked_softmax
 from keras_attn.ops.padding import pad_axis
 from keras_attn.ops.parts import attend_by_heads
 
-# With so many blocks of queries, parts of those of a head take turns, too: at
-# 65,536 positions, XLA holds the scores of many heads at a time.
-MANY_BLOCKS, PARTS = 192, 16
+# So many blocks of queries take so many turns within heads, too: XLA holds the
+# scores of many heads at a time, at 65,536 positions gigabytes.
+MANY_BLOCKS, TURNS = 192, 16
 
 
 def strided_sparse_attention(
@@ -230,7 +230,9 @@ def _fixed_sparse_attention(
         return queries // block_size == keys // block_size
 
     def is_summary(queries, keys, heads):
-        first = ops.convert_to_tensor(_merge(starts[heads]), dtype="int32")
+        first = ops.convert_to_tensor(
+            _shared_start(starts[heads]), dtype="int32"
+        )
         offsets = keys % block_size - ops.reshape(first, (-1, 1, 1, 1))
         return (offsets >= 0) & (offsets < num_summary)
 
@@ -254,7 +256,7 @@ def _fixed_sparse_attention(
         "local": ("bcknh", is_local, to_own_block),
         "summary": ("bknh", is_summary, to_summaries),
     }
-    masks_differ = len(set(starts)) > 1
+    masks_differ = heads != "local" and len(set(starts)) > 1
     return _attend(
         query, key, value, sets, heads, rows, masks_differ, **options
     )
@@ -395,23 +397,29 @@ def _attend(
 
 
 def _in_turns(attend, query, mask, own):
-    """Attends with all blocks, or if they are many with a part at a time.
+    """Attends with all blocks, or if they are many with some at a time.
 
-    The output may have more blocks, of padding.
+    Args:
+        attend: Function of the following that returns `(B, C, W, N, V)`.
+        query: Tensor of shape `(B, C, W, N, H)`.
+        mask: Boolean tensor of shape `(B, C, N, W, K)`.
+        own: Dictionary of lists of tensors `(B, C, ...)`.
+
+    Returns:
+        What `attend` returns, perhaps with more blocks, of padding.
     """
     num_blocks = query.shape[1]
     if not isinstance(num_blocks, int) or num_blocks < MANY_BLOCKS:
         return attend(query, mask, own)
-    size = (num_blocks + PARTS - 1) // PARTS
+    size = (num_blocks + TURNS - 1) // TURNS
 
     def split(x):
-        batch, count, *rest = ops.shape(x)
-        # a mask may be that of all sequences, but never that of all blocks
-        x = pad_axis(x, 0, PARTS * size - count, axis=1)
-        return ops.moveaxis(ops.reshape(x, (batch, PARTS, size, *rest)), 1, 0)
+        batch, _, *rest = ops.shape(x)
+        x = pad_axis(x, 0, TURNS * size - num_blocks, axis=1)
+        return ops.moveaxis(ops.reshape(x, (batch, TURNS, size, *rest)), 1, 0)
 
-    parts = keras.tree.map_structure(split, (query, mask, own))
-    output = ops.moveaxis(ops.map(lambda part: attend(*part), parts), 0, 1)
+    turns = keras.tree.map_structure(split, (query, mask, own))
+    output = ops.moveaxis(ops.map(lambda turn: attend(*turn), turns), 0, 1)
     return _from_blocks(output)
 
 
@@ -493,7 +501,7 @@ def _slice_summaries(x, starts, size):
 
     If there is a start for each head, a tensor without heads gets them.
     """
-    slices = [x[:, :, start : start + size] for start in _merge(starts)]
+    slices = [x[:, :, start : start + size] for start in _shared_start(starts)]
     if len(slices) > 1:
         if len(x.shape) > 3:
             slices = [s[:, :, :, head] for head, s in enumerate(slices)]
@@ -501,8 +509,8 @@ def _slice_summaries(x, starts, size):
     return _from_blocks(slices[0])
 
 
-def _merge(starts):
-    """One start for all heads, if it is the same."""
+def _shared_start(starts):
+    """A list of the one start of all heads, if they share it."""
     return starts[:1] if len(set(starts)) == 1 else starts
 
 

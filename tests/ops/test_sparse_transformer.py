@@ -324,7 +324,7 @@ def test_parts_agree_with_all_blocks_at_once(op, arguments, monkeypatch):
 
     expected = run(attend, *arrays), *gradients(attend, *arrays)
     monkeypatch.setattr(module, "MANY_BLOCKS", 2)
-    monkeypatch.setattr(module, "PARTS", 4)
+    monkeypatch.setattr(module, "TURNS", 4)
     # new functions, for JAX remembers how it has traced one
     actual = (
         run(lambda *x: attend(*x), *arrays),
