@@ -9,6 +9,10 @@ CBAM, and with CBAM. The digits are 5,000 of MNIST that come with the package
     pip install keras_attn[examples]
     KERAS_BACKEND=jax python examples/image_classification_cbam.py
 
+So do they with one digit among pieces of others:
+
+    python examples/image_classification_cbam.py --dataset cluttered
+
 Other images train a `CBAMResNet`, with and without attention:
 
     python examples/image_classification_cbam.py --dataset path/to/folder
@@ -20,6 +24,7 @@ Keras. Results, a picture and the trained model are written to `outputs/`.
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import pathlib
 import time
@@ -61,10 +66,11 @@ class Task:
     learning_rate: float
     steps: int
     attention: tuple = (None, "cbam")  # kinds to compare
-    marked: np.ndarray = None  # 0 or 1, the half with the mark
+    where: str = None  # what one should look at
+    places: np.ndarray = None  # boolean, its pixels of the images
 
 
-# the marked digit
+# handwritten digits
 
 
 def mnist_digits():
@@ -89,25 +95,54 @@ def mark_digits(digits, labels, count, seed):
     """Draws pairs of digits, one of which is marked.
 
     Returns images `(count, 18, 36, 2)`, whose second channel holds the mark,
-    the label of the marked digit, and its half of the image.
+    the label of the marked digit, and which pixels are in its half.
     """
     rng = np.random.default_rng(seed)
     images = np.zeros((count, 18, 36, 2), "float32")
+    places = np.zeros(images.shape[:3], dtype=bool)
     chosen = rng.integers(len(digits), size=(count, 2))
     marked = rng.integers(2, size=count)
-    for image, pair, half in zip(images, chosen, marked, strict=True):
+    for image, place, pair, half in zip(
+        images, places, chosen, marked, strict=True
+    ):
+        place[:, 18 * half : 18 * (half + 1)] = True
         for side, index in enumerate(pair):
             top, left = rng.integers(5, size=2) + (0, 18 * side)
             image[top : top + 14, left : left + 14, 0] = digits[index]
             if side == half:
                 image[top + 6 : top + 8, left + 6 : left + 8, 1] = 1.0
-    return images, labels[chosen[np.arange(count), marked]], marked
+    return images, labels[chosen[np.arange(count), marked]], places
 
 
-def marked_digit_network(attention):
+def clutter_digits(digits, labels, count, seed):
+    """Draws digits somewhere among eight pieces of others, of 6 by 6 pixels.
+
+    Returns images `(count, 28, 28, 1)`, the label of the digit, and which
+    pixels are its.
+    """
+    rng = np.random.default_rng(seed)
+    images = np.zeros((count, 28, 28, 1), "float32")
+    places = np.zeros(images.shape[:3], dtype=bool)
+    chosen = rng.integers(len(digits), size=(count, 1 + 8))
+    for image, place, (index, *others) in zip(
+        images, places, chosen, strict=True
+    ):
+        top, left = rng.integers(15, size=2)
+        image[top : top + 14, left : left + 14, 0] = digits[index]
+        place[top : top + 14, left : left + 14] = True
+        for other in others:
+            top, left = rng.integers(9, size=2)
+            piece = digits[other, top : top + 6, left : left + 6]
+            top, left = rng.integers(23, size=2)
+            under = image[top : top + 6, left : left + 6, 0]
+            np.maximum(under, piece, out=under)
+    return images, labels[chosen[:, 0]], places
+
+
+def digit_network(input_shape, attention):
     """Two convolutions, with attention after the second."""
     layers = keras.layers
-    inputs = keras.Input((18, 36, 2))
+    inputs = keras.Input(input_shape)
     x = layers.Conv2D(16, 3, padding="same", use_bias=False)(inputs)
     x = layers.ReLU()(layers.BatchNormalization(momentum=0.9)(x))
     x = layers.MaxPooling2D(2)(x)
@@ -126,26 +161,35 @@ def marked_digit_network(attention):
     return keras.Model(inputs, layers.Dense(10, activation="softmax")(x))
 
 
-def marked_digit_task(args):
+def digit_task(args, draw, name, where):
     digits, labels = mnist_digits()
     train, test = (1000, 300) if args.quick else (4000, 1500)
-    x, y, _ = mark_digits(digits[:3500], labels[:3500], train, seed=1)
-    test_x, test_y, marked = mark_digits(
-        digits[3500:], labels[3500:], test, seed=2
-    )
+    x, y, _ = draw(digits[:3500], labels[:3500], train, seed=1)
+    test_x, test_y, places = draw(digits[3500:], labels[3500:], test, seed=2)
     return Task(
-        name="classify the marked digit",
+        name=name,
         train={"x": x, "y": y, "batch_size": 50},
         test={"x": test_x, "y": test_y, "batch_size": 50},
         images=test_x,
         labels=test_y,
         class_names=[str(digit) for digit in range(10)],
-        build=marked_digit_network,
+        build=functools.partial(digit_network, x.shape[1:]),
         learning_rate=1e-2,
         steps=args.epochs * -(-train // 50),
         attention=(None, "channel", "spatial", "cbam"),
-        marked=marked,
+        where=where,
+        places=places,
     )
+
+
+def marked_digit_task(args):
+    name = "classify the marked digit"
+    return digit_task(args, mark_digits, name, "the marked half")
+
+
+def cluttered_digit_task(args):
+    name = "classify the digit among clutter"
+    return digit_task(args, clutter_digits, name, "the digit")
 
 
 # other images
@@ -196,7 +240,8 @@ def folder_task(args):
     folder = pathlib.Path(args.dataset)
     if not folder.is_dir():
         raise SystemExit(
-            f"`{folder}` is neither `marked`, nor `cifar10`, nor a folder."
+            f"`{folder}` is neither `marked`, nor `cluttered`, nor `cifar10`, "
+            "nor a folder."
         )
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if len(classes) < 2:
@@ -326,12 +371,13 @@ def gates(model, images):
     return channel, spatial
 
 
-def look_at_the_mark(task, spatial):
-    """Mean gate of the marked and of the other half, for each image."""
-    left, right = np.split(spatial, 2, axis=2)
-    halves = np.stack([left.mean(axis=(1, 2)), right.mean(axis=(1, 2))])
-    rows = np.arange(len(task.marked))
-    return halves[task.marked, rows], halves[1 - task.marked, rows]
+def inside_and_outside(places, spatial):
+    """Mean gate in the place to look at and elsewhere, for each image."""
+    step = places.shape[1] // spatial.shape[1]
+    places = places[:, ::step, ::step]
+    return (
+        spatial.mean(axis=(1, 2), where=where) for where in (places, ~places)
+    )
 
 
 # results
@@ -391,13 +437,13 @@ def draw_images(axes, task, spatial, figure):
     for column, (above, below) in enumerate(axes.T):
         image = task.images[column]
         height, width = image.shape[:2]
-        if task.marked is None:
-            shown = np.clip(image / 255, 0, 1)
-        else:
+        if image.shape[-1] == 2:
             digit, mark = image[..., :1], image[..., 1:]
             red = np.array([1.0, 0.15, 0.1])
             shown = digit * (1 - mark) + red * mark
-        above.imshow(shown)
+        else:
+            shown = image / task.images.max()
+        above.imshow(shown, cmap="gray")
         above.set_title(f"answer: {task.class_names[task.labels[column]]}")
         below.imshow(shown.mean(axis=-1), cmap="gray")
         drawn = below.imshow(
@@ -477,7 +523,8 @@ def main():
     parser.add_argument(
         "--dataset",
         default="marked",
-        help="marked (default), cifar10, or a folder of folders of images",
+        help="marked (default), cluttered, cifar10, or a folder of folders of "
+        "images",
     )
     parser.add_argument("--quick", action="store_true", help="a minute at most")
     parser.add_argument("--epochs", type=int, help="default 10, quick 3")
@@ -496,7 +543,11 @@ def main():
     args.epochs = args.epochs or (3 if args.quick else 10)
     args.seeds = args.seeds or (1 if args.quick else 3)
 
-    make_task = {"marked": marked_digit_task, "cifar10": cifar10_task}
+    make_task = {
+        "marked": marked_digit_task,
+        "cluttered": cluttered_digit_task,
+        "cifar10": cifar10_task,
+    }
     task = make_task.get(args.dataset, folder_task)(args)
     runs = {attention: [] for attention in task.attention}
     for seed in range(args.seeds):
@@ -506,14 +557,14 @@ def main():
 
     print_table(task, runs)
     print_outcome(runs)
-    if task.marked is not None:
+    if task.places is not None:
         for run in runs["spatial"]:
             _, spatial = gates(run.model, task.images)
-            marked, other = look_at_the_mark(task, spatial)
+            inside, outside = inside_and_outside(task.places, spatial)
             print(
-                f"spatial gates: {marked.mean():.2f} on the marked half, "
-                f"{other.mean():.2f} on the other; higher on the marked half "
-                f"in {(marked > other).mean():.1%} of the test images"
+                f"spatial gates: {inside.mean():.2f} on {task.where}, "
+                f"{outside.mean():.2f} elsewhere; higher on {task.where} in "
+                f"{(inside > outside).mean():.1%} of the test images"
             )
 
     args.outputs.mkdir(parents=True, exist_ok=True)

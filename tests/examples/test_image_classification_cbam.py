@@ -11,6 +11,7 @@ import pytest
 
 import keras_attn
 from tests.backend import nightly_but_on
+from tests.examples.test_duplication_reformer import load
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "examples"
 PROGRAM = PROGRAM / "image_classification_cbam.py"
@@ -60,6 +61,32 @@ def test_marked_digits(tmp_path):
     )
     assert isinstance(model.get_layer("attention"), keras_attn.CBAM)
     assert f"{model.count_params():,}" == parameters["CBAM"]
+
+
+@nightly_but_on("torch")
+def test_cluttered_digits(tmp_path):
+    printed = run(tmp_path, "--dataset", "cluttered", "--quick").stdout
+    rows = re.findall(r"^(none|channel|spatial|CBAM) +[\d,]+ ", printed, re.M)
+    assert len(rows) == 4
+    gates = r"spatial gates: [01]\.\d+ on the digit, [01]\.\d+ elsewhere"
+    assert len(re.findall(gates, printed)) == 1
+    check_picture(tmp_path / "outputs" / "image_classification_cbam.png")
+
+
+def test_clutter_lies_around_and_over_a_digit():
+    digits = np.ones((3, 14, 14)) * [[[0.2]], [[0.3]], [[0.4]]]
+    images, labels, places = load(PROGRAM.stem).clutter_digits(
+        digits, np.array([2, 3, 4]), count=20, seed=0
+    )
+    assert images.shape == (20, 28, 28, 1) and places.shape == (20, 28, 28)
+    for image, label, place in zip(images, labels, places, strict=True):
+        rows, columns = place.any(axis=1), place.any(axis=0)
+        assert rows.sum() == columns.sum() == 14
+        assert (place == rows[:, None] & columns).all()
+        # pieces of other digits lie over it only where they are brighter
+        assert np.float32(label / 10) == image[place].min()
+        elsewhere = image[~place]
+        assert 0 < (elsewhere > 0).sum() <= 8 * 36
 
 
 @nightly_but_on("torch")
