@@ -1,5 +1,6 @@
 """What holds for every sequence attention layer, whatever its mechanism."""
 
+import functools
 import inspect
 import itertools
 import json
@@ -250,7 +251,7 @@ def test_symbolic_and_real_outputs_agree(case):
         symbolic = layer(
             keras.KerasTensor((2, LENGTH, FEATURES)), **symbolic_option
         )
-        real = layer(sequence(), **option)
+        real = quick(functools.partial(layer, **option))(sequence())
         keras.tree.assert_same_structure(symbolic, real)
         for a, b in zip(
             keras.tree.flatten(symbolic), keras.tree.flatten(real), strict=True
@@ -302,7 +303,7 @@ def test_traced_with_unknown_length(case):
     model = keras.Model(inputs, layer(inputs))
     assert model.output_shape[-1] == FEATURES
     x = sequence(5)
-    close(model.predict(x, verbose=0), layer.layer(x))
+    close(model.predict(x, verbose=0), run(layer.layer, x))
 
 
 @every_case
@@ -474,16 +475,30 @@ def test_padding_has_no_part_in_gradients(case):
 def test_explicit_and_attached_masks_combine(case):
     tokens = np.array([[5, 3, 8, 1, 2, 7, 0], [5, 3, 8, 1, 6, 0, 0]])
     attached, explicit = tokens != 0, np.arange(7) != [[2], [0]]
-    x = keras.layers.Embedding(9, FEATURES, mask_zero=True)(tokens)
-    bare = to_numpy(x)
-    layer = case.layer()
-    expected = layer(bare, mask=attached & explicit)
-    close(layer(x, mask=explicit), expected)
-    close(layer(x, query_mask=explicit), expected)
-    close(layer(x, value_mask=explicit)[1, 1:], expected[1, 1:])
     visible = attached & explicit
-    expected = layer(bare, bare, query_mask=attached, value_mask=visible)
-    close(layer(x, x, value_mask=explicit), expected)
+    embedding = keras.layers.Embedding(9, FEATURES, mask_zero=True)
+    embedding.build()
+    layer = built(case)
+
+    def outputs(tokens, explicit, attached, visible):
+        x = embedding(tokens)
+        bare = ops.take(embedding.embeddings, tokens, axis=0)
+        return (
+            layer(bare, mask=visible),
+            layer(x, mask=explicit),
+            layer(x, query_mask=explicit),
+            layer(x, value_mask=explicit),
+            layer(bare, bare, query_mask=attached, value_mask=visible),
+            layer(x, x, value_mask=explicit),
+        )
+
+    expected, both, queries, values, expected_values, passed_twice = run(
+        outputs, tokens, explicit, attached, visible
+    )
+    close(both, expected)
+    close(queries, expected)
+    close(values[1, 1:], expected[1, 1:])
+    close(passed_twice, expected_values)
 
 
 @every_class

@@ -211,7 +211,7 @@ def test_collapsed_model_gives_the_same_logits():
 def test_padding_may_be_anywhere():
     model = make_model()
     x, history = tokens(2, 8), tokens(2, 5, seed=1)
-    _, before = model(history, state=model.initial_state(2))
+    _, before = advance(model, history, model.initial_state(2))
     mask = np.array(
         [[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 1, 0, 0]], dtype=bool
     )
@@ -224,23 +224,24 @@ def test_padding_may_be_anywhere():
             {name: value[row : row + 1] for name, value in entry.items()}
             for entry in before
         ]
-        expected, weights, after = model(
+        expected, weights, after = advance(
+            model,
             x[row : row + 1, mask[row]],
-            state=alone,
+            alone,
             return_attention_scores=True,
         )
         np.testing.assert_allclose(
-            logits[row, mask[row]], to_numpy(expected)[0], **TOLERANCE
+            logits[row, mask[row]], expected[0], **TOLERANCE
         )
         for ours, theirs in zip(state, after, strict=True):
             for name in theirs:
                 np.testing.assert_allclose(
-                    ours[name][row], to_numpy(theirs[name])[0], **TOLERANCE
+                    ours[name][row], theirs[name][0], **TOLERANCE
                 )
         own = scores[0][row, 0][mask[row]][:, -8:][:, mask[row]]
         length = mask[row].sum()
         np.testing.assert_allclose(
-            own, to_numpy(weights[0])[0, 0, :, -length:], **TOLERANCE
+            own, weights[0][0, 0, :, -length:], **TOLERANCE
         )
     assert np.isfinite(logits).all()
 
