@@ -741,7 +741,7 @@ MUTANTS = [
     # sparse transformer
     (
         "ops/sparse_transformer.py",
-        "num_blocks < MANY_BLOCKS",
+        "num_blocks < many_blocks",
         "True",
         "ops/test_sparse_transformer.py",
     ),

@@ -16,6 +16,8 @@ from keras_attn.ops.parts import attend_by_heads
 # So many blocks of queries take so many turns within heads, too: XLA holds the
 # scores of many heads at a time, at 65,536 positions gigabytes.
 MANY_BLOCKS, TURNS = 192, 16
+# Those of fixed attention have more keys: half as many turns pay from here on.
+MANY_FIXED_BLOCKS = 160
 
 
 def strided_sparse_attention(
@@ -115,7 +117,17 @@ def strided_sparse_attention(
         "local": ("bcknh", is_local, to_neighbours),
         "strided": ("bkwnh", is_strided, to_columns),
     }
-    return _attend(query, key, value, sets, heads, rows, False, **options)
+    return _attend(
+        query,
+        key,
+        value,
+        sets,
+        heads,
+        rows,
+        masks_differ=False,
+        many_blocks=MANY_BLOCKS,
+        **options,
+    )
 
 
 def fixed_sparse_attention(
@@ -258,7 +270,15 @@ def _fixed_sparse_attention(
     }
     masks_differ = heads != "local" and len(set(starts)) > 1
     return _attend(
-        query, key, value, sets, heads, rows, masks_differ, **options
+        query,
+        key,
+        value,
+        sets,
+        heads,
+        rows,
+        masks_differ=masks_differ,
+        many_blocks=MANY_FIXED_BLOCKS,
+        **options,
     )
 
 
@@ -270,6 +290,7 @@ def _attend(
     heads,
     rows,
     masks_differ,
+    many_blocks,
     padding_mask,
     use_causal_mask,
     start,
@@ -290,6 +311,7 @@ def _attend(
         heads: The name of a set, or `"merged"` for the union of all.
         rows: Number of queries in a block.
         masks_differ: Whether heads see different keys of a set.
+        many_blocks: Number of blocks from which on they take turns.
         padding_mask: As in the functions above, and so are the others.
         use_causal_mask: Whether to hide the keys after a query's position.
         start: Position of the first query, or `None`.
@@ -388,7 +410,7 @@ def _attend(
             return output
 
         if dropout is None:
-            output = _in_turns(attend_blocks, query, mask, own)
+            output = _in_turns(attend_blocks, query, mask, own, many_blocks)
         else:  # whose random numbers cannot be drawn in turns
             output = attend_blocks(query, mask, own)
         return _from_blocks(output)[:, :length]
@@ -396,7 +418,7 @@ def _attend(
     return attend_by_heads(attend, (query, key, value), (2, 2, 2))
 
 
-def _in_turns(attend, query, mask, own):
+def _in_turns(attend, query, mask, own, many_blocks):
     """Attends with all blocks, or if they are many with some at a time.
 
     Args:
@@ -404,19 +426,21 @@ def _in_turns(attend, query, mask, own):
         query: Tensor of shape `(B, C, W, N, H)`.
         mask: Boolean tensor of shape `(B, C, N, W, K)`.
         own: Dictionary of lists of tensors `(B, C, ...)`.
+        many_blocks: As in `_attend`.
 
     Returns:
         What `attend` returns, perhaps with more blocks, of padding.
     """
     num_blocks = query.shape[1]
-    if not isinstance(num_blocks, int) or num_blocks < MANY_BLOCKS:
+    if not isinstance(num_blocks, int) or num_blocks < many_blocks:
         return attend(query, mask, own)
-    size = (num_blocks + TURNS - 1) // TURNS
+    count = TURNS if num_blocks >= MANY_BLOCKS else TURNS // 2
+    size = (num_blocks + count - 1) // count
 
     def split(x):
         batch, _, *rest = ops.shape(x)
-        x = pad_axis(x, 0, TURNS * size - num_blocks, axis=1)
-        return ops.moveaxis(ops.reshape(x, (batch, TURNS, size, *rest)), 1, 0)
+        x = pad_axis(x, 0, count * size - num_blocks, axis=1)
+        return ops.moveaxis(ops.reshape(x, (batch, count, size, *rest)), 1, 0)
 
     turns = keras.tree.map_structure(split, (query, mask, own))
     output = ops.moveaxis(ops.map(lambda turn: attend(*turn), turns), 0, 1)

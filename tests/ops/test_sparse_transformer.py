@@ -314,8 +314,18 @@ def test_half_precision_keeps_scores_in_float32(op, arguments):
     np.testing.assert_allclose(output, expected, atol=5e-3)
 
 
+def let_blocks_take_turns(monkeypatch, many_blocks=2, turns=16):
+    monkeypatch.setattr(module, "MANY_BLOCKS", many_blocks)
+    monkeypatch.setattr(module, "MANY_FIXED_BLOCKS", 2)
+    monkeypatch.setattr(module, "TURNS", turns)
+
+
+# of all patterns four turns, and of fixed attention two
+@pytest.mark.parametrize("many_blocks", [2, 99])
 @pytest.mark.parametrize(("op", "arguments"), PATTERNS)
-def test_parts_agree_with_all_blocks_at_once(op, arguments, monkeypatch):
+def test_parts_agree_with_all_blocks_at_once(
+    op, arguments, many_blocks, monkeypatch
+):
     arrays = tensors(length=17)  # the last part is not full
     padding = np.arange(17) < [[15], [17]]
 
@@ -323,8 +333,7 @@ def test_parts_agree_with_all_blocks_at_once(op, arguments, monkeypatch):
         return ops.square(op(*tensors, *arguments, padding))
 
     expected = run(attend, *arrays), *gradients(attend, *arrays)
-    monkeypatch.setattr(module, "MANY_BLOCKS", 2)
-    monkeypatch.setattr(module, "TURNS", 4)
+    let_blocks_take_turns(monkeypatch, many_blocks, turns=4)
     # new functions, for JAX remembers how it has traced one
     actual = (
         run(lambda *x: attend(*x), *arrays),
@@ -346,13 +355,13 @@ def test_parts_take_less_memory(op, sizes, monkeypatch):
 
     all_at_once = largest_array()
     monkeypatch.setattr(parts, "MANY_POSITIONS", 300)
-    monkeypatch.setattr(module, "MANY_BLOCKS", 2)
+    let_blocks_take_turns(monkeypatch)
     assert largest_array() < all_at_once / 2
 
 
 @pytest.mark.parametrize(("op", "arguments"), PATTERNS)
 def test_parts_do_not_draw_the_same_dropout(op, arguments, monkeypatch):
-    monkeypatch.setattr(module, "MANY_BLOCKS", 2)
+    let_blocks_take_turns(monkeypatch)
     sizes = []
 
     def dropout(weights):
